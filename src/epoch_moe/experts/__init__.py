@@ -1,0 +1,1 @@
+"""Expert weights and the ways to compute routed experts on one device."""

@@ -1,0 +1,1 @@
+"""The lane: fresh pairs packed, computed by their experts, combined and restored."""

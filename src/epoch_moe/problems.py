@@ -1,0 +1,184 @@
+"""Small reasoning problems with exact answers, for training and judging tiny checkpoints.
+
+Every answer is worked out step by step, and each step needs the result of the one before it. Numbers are not padded, so a
+later token's position depends on earlier results too. A block-diffusion decoder therefore commits a few tokens per forward
+on them, as it does on real text, instead of filling a block at once.
+
+The text is lower case and uses only what `TOKEN_PATTERN` splits: words with their leading space, single digits, single spaces
+and single marks. Held-out problems never appear in the training split: a hash of the prompt decides which split owns it.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+EOS_TOKEN = "<eos>"
+TOKEN_PATTERN = r" ?[a-z]+|[0-9]| |[^a-z0-9 ]"
+MAX_TOKENS = 96
+"""Prompt, answer and end-of-sequence token together, in tokens of `TOKEN_PATTERN`."""
+
+_HELD_OUT_PER_100 = 10
+_TOP = 99
+
+NAMES = {
+    "tom": "he", "sam": "he", "max": "he", "ben": "he", "leo": "he",
+    "ann": "she", "eva": "she", "mia": "she", "zoe": "she", "ida": "she",
+}  # fmt: skip
+OBJECTS = ("apples", "books", "coins", "eggs", "pens", "cups", "stones", "cards")
+GAINS = ("buys", "finds", "gets", "makes")
+LOSSES = ("eats", "loses", "sells", "breaks")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: `answer` is the only text that counts as right after `prompt`."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+
+def _draw_terms(rng: random.Random, start: int, count: int, top: int = _TOP) -> list[int]:
+    """`count` signed one-digit terms that keep every partial result of `start + ...` within 0..top."""
+    terms: list[int] = []
+    value = start
+    for _ in range(count):
+        term = rng.randint(1, 9) * rng.choice((1, -1))
+        if not 0 <= value + term <= top:
+            term = -term
+        terms.append(term)
+        value += term
+    return terms
+
+
+def _steps(start: int, terms: Sequence[int]) -> tuple[list[str], int]:
+    """Each step written out, such as `12-3=9`, and the last result."""
+    steps: list[str] = []
+    value = start
+    for term in terms:
+        steps.append(f"{value}{term:+d}={value + term}")
+        value += term
+    return steps, value
+
+
+def _sum(rng: random.Random) -> tuple[str, str]:
+    first, *rest = (rng.randint(1, 9) for _ in range(rng.randint(4, 6)))
+    steps, total = _steps(first, rest)
+    return f"sum {first} {' '.join(map(str, rest))}:", f"{' '.join(steps)} so {total}"
+
+
+def _chain(rng: random.Random) -> tuple[str, str]:
+    first = rng.randint(1, 9)
+    terms = _draw_terms(rng, first, rng.randint(4, 8))
+    answer, value = f"{first}", first
+    for term in terms:
+        value += term
+        answer += f"{term:+d}={value}"
+    return f"work out {first}{''.join(f'{t:+d}' for t in terms)}:", answer
+
+
+def _totals(rng: random.Random) -> tuple[str, str]:
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(7, 12))]
+    totals = [sum(numbers[: i + 1]) for i in range(len(numbers))]
+    return f"totals of {' '.join(map(str, numbers))}:", " ".join(map(str, totals))
+
+
+def _story(rng: random.Random) -> tuple[str, str]:
+    name, thing = rng.choice(tuple(NAMES)), rng.choice(OBJECTS)
+    first = rng.randint(1, 9)
+    terms = _draw_terms(rng, first, rng.randint(2, 4))
+    events = "".join(f" {NAMES[name]} {rng.choice(GAINS if t > 0 else LOSSES)} {abs(t)}." for t in terms)
+    steps, value = _steps(first, terms)
+    return f"{name} has {first} {thing}.{events} how many {thing}?", f"{' '.join(steps)} so {name} has {value} {thing}."
+
+
+def _trade(rng: random.Random) -> tuple[str, str]:
+    giver, taker = rng.sample(tuple(NAMES), 2)
+    held = {giver: rng.randint(3, 9), taker: rng.randint(2, 9)}
+    prompt = f"{giver} has {held[giver]} and {taker} has {held[taker]} {rng.choice(OBJECTS)}."
+    names, steps = (giver, taker), []
+    for _ in range(rng.randint(2, 3)):
+        if rng.random() < 0.5 or held[giver] == 0:
+            giver, taker = taker, giver
+        if held[giver] == 0:
+            giver, taker = taker, giver
+        count = rng.randint(1, min(9, held[giver]))
+        prompt += f" {giver} gives {taker} {count}."
+        steps.append(f"{giver} {held[giver]}-{count}={held[giver] - count}")
+        steps.append(f"{taker} {held[taker]}+{count}={held[taker] + count}")
+        held[giver] -= count
+        held[taker] += count
+    result = " ".join(f"{name} {held[name]}" for name in names)
+    return f"{prompt} who has what?", f"{' '.join(steps)} so {result}"
+
+
+def _sort(rng: random.Random) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11))]
+    return f"sort {' '.join(map(str, digits))}:", " ".join(map(str, sorted(digits)))
+
+
+def _reverse(rng: random.Random) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11))]
+    return f"reverse {' '.join(map(str, digits))}:", " ".join(map(str, reversed(digits)))
+
+
+_MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
+    "sum": (0.20, _sum),
+    "chain": (0.20, _chain),
+    "totals": (0.20, _totals),
+    "story": (0.20, _story),
+    "trade": (0.10, _trade),
+    "sort": (0.06, _sort),
+    "reverse": (0.04, _reverse),
+}
+KINDS = tuple(_MAKERS)
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out split. A checksum, because `hash()` is salted anew in every process."""
+    return zlib.crc32(prompt.encode()) % 100 < _HELD_OUT_PER_100
+
+
+def generate_problems(
+    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out"
+) -> list[Problem]:
+    """`n` problems, the same for the same arguments, drawn from `kinds` in their fixed proportions.
+
+    Args:
+        n: how many problems.
+        seed: seed of the generator.
+        kinds: names out of `KINDS`; all of them by default.
+        split: "held_out" or "train". No prompt is ever in both.
+    """
+    if split not in ("held_out", "train"):
+        raise ValueError(f'split must be "held_out" or "train", got {split!r}')
+    kinds = KINDS if kinds is None else tuple(kinds)
+    unknown = [kind for kind in kinds if kind not in _MAKERS]
+    if unknown or not kinds:
+        raise ValueError(f"kinds must name at least one of {KINDS}, got {kinds!r}")
+    rng = random.Random(seed)
+    weights = [_MAKERS[kind][0] for kind in kinds]
+    problems: list[Problem] = []
+    while len(problems) < n:
+        kind = rng.choices(kinds, weights)[0]
+        prompt, answer = _MAKERS[kind][1](rng)
+        # A problem of the other split is drawn again with the same kind distribution: the split does not depend on the kind.
+        if is_held_out(prompt) == (split == "held_out"):
+            problems.append(Problem(kind, prompt, answer))
+    return problems
+
+
+def check(problem: Problem, text: str) -> bool:
+    """Whether generated `text`, cut at the first end-of-sequence token, is exactly the problem's answer."""
+    return text.split(EOS_TOKEN, 1)[0] == problem.answer
+
+
+def vocabulary() -> list[str]:
+    """Every token that a problem can contain under `TOKEN_PATTERN`, in a fixed order, without special tokens."""
+    starts = ("sum", "work", "totals", "sort", "reverse", *NAMES)
+    words = ("out", "of", "so", "has", "and", "gives", "how", "many", "who", "what", "he", "she")
+    inner = (*words, *NAMES, *OBJECTS, *GAINS, *LOSSES)
+    return [*"0123456789", *" +-=:.?", *starts, *(f" {word}" for word in inner)]

@@ -1,0 +1,230 @@
+"""Routers of the LLaDA family: scores, selection inside a support, combine weights.
+
+Shape suffixes: T rows, E experts, K top-k, H hidden, G expert groups, N routing blocks.
+
+One router is three steps, kept apart because a block plan needs the middle one alone:
+
+1. ``router_logits``  ``[T,H] -> [T,E]``
+2. ``router_scores``  logits -> ``selection_TE`` (what top-k ranks) and ``combine_TE`` (what weights are made of)
+3. ``select`` and ``combine_weights``  -> ``ids_TK`` and ``weights_TK``
+
+A support only restricts step 3. Everything is fp32 and deterministic: blocks full of MASK rows are full of
+near-ties, and a router in lower precision picks other experts there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RouterKind = Literal["softmax", "sigmoid_group", "block_pool"]
+NO_EXPERT = -1
+"""Expert id of an empty slot: a pair that reads no weight and adds nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """What a layer's router computes.
+
+    Attributes:
+        kind: ``"softmax"`` (LLaDA-MoE), ``"sigmoid_group"`` (LLaDA2.0 and 2.1) or ``"block_pool"`` (LLaDA2.2).
+        num_experts: E.
+        top_k: K, experts per row.
+        n_group, topk_group: sigmoid_group only; experts lie in ``n_group`` contiguous groups, of which the
+            ``topk_group`` with the highest sum of two best selection scores survive.
+        routed_scaling_factor: factor on the normalised weights (sigmoid kinds).
+        expert_capacity, block_size: block_pool only; every ``block_size`` rows share a pool of ``expert_capacity``.
+    """
+
+    kind: RouterKind
+    num_experts: int
+    top_k: int
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    expert_capacity: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("softmax", "sigmoid_group", "block_pool"):
+            raise ValueError(f"kind={self.kind!r}: expected 'softmax', 'sigmoid_group' or 'block_pool'")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
+        if self.kind == "sigmoid_group":
+            if self.n_group < 1 or self.num_experts % self.n_group:
+                raise ValueError(f"num_experts={self.num_experts} must be a multiple of n_group={self.n_group}")
+            if not 1 <= self.topk_group <= self.n_group:
+                raise ValueError(f"topk_group={self.topk_group} must lie in 1..n_group={self.n_group}")
+            if self.top_k > self.topk_group * self.group_size:
+                raise ValueError(
+                    f"top_k={self.top_k} experts do not fit into topk_group={self.topk_group} groups of "
+                    f"{self.group_size}"
+                )
+        if self.kind == "block_pool":
+            if not self.expert_capacity or not self.top_k <= self.expert_capacity <= self.num_experts:
+                raise ValueError(
+                    f"expert_capacity={self.expert_capacity} must lie in top_k={self.top_k}.."
+                    f"num_experts={self.num_experts}"
+                )
+            if not self.block_size or self.block_size < 1:
+                raise ValueError(f"block_size={self.block_size} must be at least 1")
+
+    @property
+    def group_size(self) -> int:
+        """Experts in a group."""
+        return self.num_experts // self.n_group
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Router scores of T rows.
+
+    Attributes:
+        logits_TE: fp32 (softmax kind: fp32 copy of logits computed in the model's dtype).
+        selection_TE: fp32, what selection ranks; includes the expert bias.
+        combine_TE: fp32, what combine weights are made of; includes the bias for the softmax kind only.
+    """
+
+    logits_TE: Tensor
+    selection_TE: Tensor
+    combine_TE: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Chosen experts of T rows.
+
+    Attributes:
+        ids_TK: int64, best first; ``NO_EXPERT`` where fewer than K candidates exist.
+        weights_TK: fp32 (softmax kind: rounded to the model's dtype); 0 where the id is ``NO_EXPERT``.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+def router_logits(x_TH: Tensor, weight_EH: Tensor, spec: RouterSpec) -> Tensor:
+    """Router logits ``[T,E]`` in fp32.
+
+    The sigmoid kinds compute in fp32 whatever the model's dtype is; the softmax kind computes in the model's
+    dtype, as LLaDA-MoE's gate (a plain linear layer) does.
+    """
+    if spec.kind == "softmax":
+        return F.linear(x_TH, weight_EH).float()
+    return F.linear(x_TH.float(), weight_EH.float())
+
+
+def router_scores(logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec) -> Scores:
+    """Scores from logits ``[T,E]`` and an optional expert bias ``[E]``."""
+    if spec.kind == "softmax":
+        probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        # LLaDA-MoE adds the bias to the probabilities in place, so that it also enters the weights.
+        biased_TE = probs_TE if bias_E is None else probs_TE + bias_E.float()
+        return Scores(logits_TE, biased_TE, biased_TE)
+    scores_TE = torch.sigmoid(logits_TE)
+    selection_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
+    return Scores(logits_TE, selection_TE, scores_TE)
+
+
+def _group_limit(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """-inf outside each row's ``topk_group`` best groups (a group's score: sum of its two best experts)."""
+    if spec.topk_group == spec.n_group:
+        return selection_TE
+    num_rows = selection_TE.shape[0]
+    grouped_TGg = selection_TE.view(num_rows, spec.n_group, spec.group_size)
+    best_TGt = grouped_TGg.topk(min(2, spec.group_size), dim=-1).values
+    # Inside a support a group may have one usable expert: the missing second counts as 0, so that the group keeps its
+    # rank, while a group without any usable expert stays at -inf and cannot win.
+    group_TG = best_TGt.masked_fill(best_TGt == float("-inf"), 0.0).sum(dim=-1)
+    group_TG = group_TG.masked_fill(best_TGt[..., 0] == float("-inf"), float("-inf"))
+    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, group_TG.topk(spec.topk_group, dim=-1, sorted=False).indices, True)
+    return grouped_TGg.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).view(num_rows, spec.num_experts)
+
+
+def pool_support(selection_NSE: Tensor, spec: RouterSpec, valid_NS: Tensor | None = None) -> Tensor:
+    """The block-pool router's own support (LLaDA2.2): bool ``[N,E]``.
+
+    Args:
+        selection_NSE: selection scores of N routing blocks of at most ``block_size`` rows.
+        valid_NS: rows that vote; None means all.
+    """
+    if valid_NS is not None:
+        selection_NSE = selection_NSE.masked_fill(~valid_NS.unsqueeze(-1), float("-inf"))
+    assert spec.expert_capacity is not None
+    best_NC = selection_NSE.amax(dim=1).topk(spec.expert_capacity, dim=-1).indices
+    pool_NE = torch.zeros(best_NC.shape[0], spec.num_experts, dtype=torch.bool, device=best_NC.device)
+    return pool_NE.scatter_(1, best_NC, True)
+
+
+def sequence_pools(selection_TE: Tensor, spec: RouterSpec, batch: int) -> Tensor:
+    """Per-row pools ``[T,E]`` for T = batch x S rows whose sequences start at a routing-block boundary.
+
+    A short last block forms a pool of its own; no block reaches into the next sequence.
+    """
+    num_rows, num_experts = selection_TE.shape
+    seq_len = num_rows // max(batch, 1)
+    assert spec.block_size is not None
+    pad = -seq_len % spec.block_size
+    padded_BSE = F.pad(selection_TE.view(batch, seq_len, num_experts), (0, 0, 0, pad), value=float("-inf"))
+    blocks_NSE = padded_BSE.reshape(-1, spec.block_size, num_experts)
+    pool_NE = pool_support(blocks_NSE, spec)
+    per_row_BSE = pool_NE.repeat_interleave(spec.block_size, dim=0).view(batch, seq_len + pad, num_experts)
+    return per_row_BSE[:, :seq_len].reshape(num_rows, num_experts)
+
+
+def select(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None = None) -> Tensor:
+    """Top-k expert ids ``[T,K]`` by selection score, inside an optional support.
+
+    Args:
+        selection_TE: fp32 selection scores.
+        support: bool ``[E]`` or ``[T,E]``, True where an expert may be chosen. Excluded experts get -inf
+            *before* group scores are taken, so that a group cannot win with experts nobody may use.
+
+    Returns:
+        int64 ids, best first; ``NO_EXPERT`` where fewer than K experts are usable. Ties are broken as
+        ``torch.topk`` does, which the released models use.
+    """
+    if support is not None:
+        selection_TE = selection_TE.masked_fill(~support, float("-inf"))
+    if spec.kind == "sigmoid_group":
+        selection_TE = _group_limit(selection_TE, spec)
+    best = selection_TE.topk(spec.top_k, dim=-1)
+    if support is None:
+        return best.indices
+    return best.indices.masked_fill(best.values == float("-inf"), NO_EXPERT)
+
+
+def combine_weights(combine_TE: Tensor, ids_TK: Tensor, spec: RouterSpec, dtype: torch.dtype) -> Tensor:
+    """Combine weights ``[T,K]`` of the chosen experts.
+
+    Softmax kind: the raw probabilities, rounded to the model's ``dtype`` (kept as fp32 values). Sigmoid kinds:
+    unbiased score / (sum over the chosen + 1e-20) x scaling, fp32.
+    """
+    empty_TK = ids_TK == NO_EXPERT
+    weights_TK = combine_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(empty_TK, 0.0)
+    if spec.kind == "softmax":
+        return weights_TK.to(dtype).float()
+    if spec.top_k > 1:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * spec.routed_scaling_factor
+
+
+def route(
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    spec: RouterSpec,
+    support: Tensor | None = None,
+) -> tuple[Routing, Scores]:
+    """One row-wise routing pass (softmax and sigmoid_group kinds): ``x_TH -> ids_TK, weights_TK`` and scores.
+
+    The block-pool kind needs to know which rows form a block: pass ``sequence_pools`` as the support.
+    """
+    scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
+    ids_TK = select(scores.selection_TE, spec, support)
+    return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores
