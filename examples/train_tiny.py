@@ -431,3 +431,217 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
     score.experts_cold = torch.cat(counts_cold, 1).mean(1).tolist()
     score.experts_mean = torch.cat(counts_all, 1).mean(1).tolist()
     return score
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def stack_for_training(model: nn.Module) -> list[nn.Parameter]:
+    """Make every MoE layer train on stacked expert weights, and return those weights.
+
+    The stacked tensors are the storage that the per-expert parameters view, so `state_dict` follows by itself. An
+    optimizer then handles two tensors per layer in place of 192, and one grouped product replaces a loop whose
+    backward pass would copy the whole output for each expert.
+    """
+    stacked_params: list[nn.Parameter] = []
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        block = layer.mlp
+        if not hasattr(block, "gate"):
+            continue
+        for expert_param in block.experts.parameters():
+            expert_param.requires_grad_(False)
+        stacked = block._weights.ensure()
+        gate_up_E2FH, down_EHF = nn.Parameter(stacked.gate_up_E2FH), nn.Parameter(stacked.down_EHF)
+        stacked_params += [gate_up_E2FH, down_EHF]
+
+        def forward(
+            x_BSH: Tensor,
+            block: nn.Module = block,
+            gate_up_E2FH: Tensor = gate_up_E2FH,
+            down_EHF: Tensor = down_EHF,
+            library_forward: Any = block.forward,
+        ) -> Any:
+            if not torch.is_grad_enabled():
+                return library_forward(x_BSH)
+            ids_TK, weights_TK, _ = block.gate(x_BSH)  # type: ignore[operator]
+            x_TH = x_BSH.flatten(0, 1)
+            routed_TH = grouped_experts(x_TH, ids_TK, weights_TK, gate_up_E2FH, down_EHF)
+            return routed_TH.view_as(x_BSH) + block.shared_experts(x_BSH)  # type: ignore[operator]
+
+        block.forward = forward
+    return stacked_params
+
+
+def grouped_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_E2FH: Tensor, down_EHF: Tensor) -> Tensor:
+    """Weighted sum of each row's experts, pairs sorted by expert."""
+    top_k, inner = ids_TK.shape[1], down_EHF.shape[-1]
+    flat_P = ids_TK.flatten()
+    order_P = flat_P.argsort(stable=True)
+    back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P)))
+    ends_E = flat_P.bincount(minlength=len(down_EHF)).cumsum(0).to(torch.int32)
+    gate_up_P2F = F.grouped_mm(x_TH.index_select(0, order_P // top_k), gate_up_E2FH.mT, offs=ends_E)
+    hidden_PF = F.silu(gate_up_P2F[:, :inner]) * gate_up_P2F[:, inner:]
+    out_TKH = F.grouped_mm(hidden_PF, down_EHF.mT, offs=ends_E).index_select(0, back_P).view(-1, top_k, x_TH.shape[1])
+    return torch.einsum("tk,tkh->th", weights_TK, out_TKH)
+
+
+def make_optimizers(model: nn.Module, experts: list[nn.Parameter], args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between hidden states (experts included), AdamW for embeddings, head, gates and norms."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    adam = [p for n, p in named if p.dim() < 2 or any(k in n for k in ("word_embeddings", "lm_head", "mlp.gate."))]
+    muon = [p for _, p in named if all(p is not q for q in adam)]
+    (muon if args.muon_experts else adam).extend(experts)
+    return [
+        Muon(muon, args.lr),
+        torch.optim.AdamW(adam, args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+def learning_rate(progress: float, warmup: float = 0.02) -> float:
+    """Factor on the learning rate: short linear warm-up, level, then linear decay to zero."""
+    return min(progress / warmup, 1.0, (1.0 - progress) / 0.5)
+
+
+def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+    """Weighted cross entropy and the share of weight that greedy prediction gets right."""
+    hidden_BSH = model.model(  # type: ignore[operator]
+        input_ids=batch.ids_BS, attention_mask=batch.mask_B1SS, position_ids=batch.positions_BS
+    ).last_hidden_state
+    rows_BS = batch.weight_BS > 0
+    logits_RV = model.lm_head(hidden_BSH[rows_BS])  # type: ignore[operator]
+    targets_R, weight_R = batch.targets_BS[rows_BS], batch.weight_BS[rows_BS]
+    loss = (F.cross_entropy(logits_RV, targets_R, reduction="none") * weight_R).sum()
+    right = (((logits_RV.detach().argmax(-1) == targets_R) * weight_R).sum() / weight_R.sum()).item()
+    return loss, right
+
+
+def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Train, print a line now and then, keep `state.pt` for --resume and export at the end."""
+    torch.manual_seed(args.seed)
+    model = LLaDA2MoeModelLM(make_config(tokenizer, args)).float().train()
+    experts = stack_for_training(model)
+    optimizers = make_optimizers(model, experts, args)
+    balance = RouterBalance(model, args.balance_rate)
+    state_path = args.out / "state.pt"
+    first_step, elapsed = 0, 0.0
+    if args.resume and state_path.exists():
+        state = torch.load(state_path, weights_only=True)
+        with torch.no_grad():
+            model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first_step, elapsed = state["step"], state["elapsed"]
+        print(f"resumed at step {first_step} after {elapsed / 60:.1f} min", flush=True)
+    problems = generate_problems(args.eval_problems, 1, split="held_out")
+    count = sum(p.numel() for n, p in model.named_parameters())
+    print(f"{count:,} parameters, {args.steps} steps", flush=True)
+
+    began = last = time.monotonic() - elapsed
+    saved_at, log, rows = time.monotonic(), [0.0, 0.0, 0.0], 0
+    for step, batch in enumerate(batches(tokenizer, args.batch, args.seed, first_step, args.tail_weight), first_step):
+        progress = max(step / args.steps, (time.monotonic() - began) / 60 / args.minutes if args.minutes else 0.0)
+        finished = progress >= 1
+        if finished or (time.monotonic() - saved_at > 120 and step > first_step):
+            saved_at = time.monotonic()
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": step,
+                "elapsed": saved_at - began,
+            }
+            torch.save(state, state_path.with_suffix(".tmp"))
+            state_path.with_suffix(".tmp").replace(state_path)
+        if finished:
+            break
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * learning_rate(progress)
+        loss, right = loss_and_accuracy(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        load = balance.step()
+
+        log = [a + b for a, b in zip(log, (loss.item(), right, norm.item()), strict=True)]
+        rows += batch.ids_BS.numel()
+        if (step + 1) % args.log_every == 0:
+            now = time.monotonic()
+            means = [x / args.log_every for x in log]
+            print(
+                f"step {step + 1} {(now - began) / 60:.1f} min loss {means[0]:.4f} acc {means[1]:.3f} grad {means[2]:.2f} "
+                f"load {load:.1f} rows/s {rows / (now - last):.0f} steps/s {args.log_every / (now - last):.2f}",
+                flush=True,
+            )
+            last, log, rows = now, [0.0, 0.0, 0.0], 0
+        if (step + 1) % args.eval_every == 0:
+            print("  held out:", evaluate(model, tokenizer, problems).line(), flush=True)
+            export(model, tokenizer, args.out / "checkpoint")
+            last = time.monotonic()
+    export(model, tokenizer, args.out / "checkpoint")
+    judge(args, tokenizer)
+
+
+def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
+    """Write the checkpoint with the released models' keys: bfloat16, the routers' biases in fp32."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor if name.endswith("expert_bias") else tensor.to(torch.bfloat16)).contiguous().clone()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    config |= {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    save_tokenizer(tokenizer, out)
+
+
+def judge(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Decode 500 held-out problems with the exported weights."""
+    checkpoint = args.checkpoint or args.out / "checkpoint"
+    config = json.loads((checkpoint / "config.json").read_text())
+    model = LLaDA2MoeModelLM(LLaDA2MoeConfig(**config)).eval()
+    with torch.no_grad():
+        model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    score = evaluate(model.float(), tokenizer, generate_problems(500, 0, split="held_out"))
+    print(score.line())
+    for prompt, answer, text in score.misses[: args.show_misses]:
+        print(f"  {prompt}\n    expected {answer}\n    got      {text}")
+
+
+def main() -> None:
+    """Parse the command line and train, or judge an exported checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
+    parser.add_argument("--steps", type=int, default=12_000, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--minutes", type=float, help="end earlier, with the schedule stretched over this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
+    parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
+    parser.add_argument("--checkpoint", type=Path, help="with --eval: a checkpoint folder elsewhere")
+    parser.add_argument("--show-misses", type=int, default=10, help="wrong answers to print")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--expert-inner", type=int, default=32)
+    parser.add_argument("--dense-inner", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=16, help=f"rows of {PACK_BLOCKS * BLOCK} tokens per step")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")
+    parser.add_argument("--balance-rate", type=float, default=1e-3, help="step of the routers' biases")
+    parser.add_argument("--tail-weight", type=float, default=0.2, help="weight of rows after the EOS")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--eval-problems", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = build_tokenizer()
+    if args.eval:
+        judge(args, tokenizer)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    train(args, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -458,7 +459,8 @@ class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_cache_class = True
-    _keep_in_fp32_modules_strict = ["expert_bias"]
+    # 4.57 leaves buffers in their own dtype and refuses names that are no modules; 5.x casts buffers unless told not to.
+    _keep_in_fp32_modules_strict = ["expert_bias"] if int(transformers.__version__.split(".")[0]) >= 5 else None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
