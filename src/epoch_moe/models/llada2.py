@@ -1,451 +1,51 @@
 """LLaDA2.0, 2.1 and 2.2 (`model_type: llada2_moe`) for transformers, without remote code.
 
 Module tree and state-dict keys are the released ones, so official checkpoints load and `save_pretrained` writes
-official checkpoints. Shape suffixes: B sequences, S positions, T = B x S rows, H hidden, E experts, K top-k,
-D head dimension, N heads.
+official checkpoints. Shape suffixes: B sequences, S positions, V vocabulary, H hidden, E experts, N heads.
 
 Attention is bidirectional unless a mask says otherwise; see `attention_bias`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from epoch_moe.experts.grouped import pick_backend, run_experts
-from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.routing import RouterSpec, combine_weights, router_logits, router_scores, select, sequence_pools
+from epoch_moe.models.llada2_config import LLaDA2MoeConfig
+from epoch_moe.models.llada2_layers import (
+    LLaDA2MoeAttention,
+    LLaDA2MoeDecoderLayer,
+    LLaDA2MoeGate,
+    LLaDA2MoeMLP,
+    LLaDA2MoeRMSNorm,
+    LLaDA2MoeSparseMoeBlock,
+    attention_bias,
+    rope_tables,
+)
 
-
-class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
-    """Configuration of LLaDA2 models; keys and defaults of the released `config.json` files.
-
-    `expert_capacity` together with `block_size` selects LLaDA2.2's block-pool router; without them the router is
-    group-limited (2.0, 2.1). `mask_token_id` is the id of undecoded positions.
-    """
-
-    model_type = "llada2_moe"
-    keys_to_ignore_at_inference = ["past_key_values"]
-
-    def __init__(
-        self,
-        vocab_size: int = 157184,
-        hidden_size: int = 2048,
-        intermediate_size: int = 5120,
-        num_hidden_layers: int = 20,
-        num_attention_heads: int = 16,
-        num_key_value_heads: int = 4,
-        head_dim: int | None = None,
-        hidden_act: str = "silu",
-        use_qkv_bias: bool = False,
-        use_bias: bool = False,
-        use_qk_norm: bool = True,
-        rms_norm_eps: float = 1e-6,
-        norm_head: bool = False,
-        embedding_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        output_dropout: float = 0.0,
-        initializer_range: float = 0.02,
-        max_position_embeddings: int = 32768,
-        rope_theta: float = 600000.0,
-        rope_scaling: dict[str, Any] | None = None,
-        partial_rotary_factor: float = 0.5,
-        use_cache: bool = False,
-        use_sliding_window: bool = False,
-        sliding_window: int | None = 4096,
-        max_window_layers: int = 28,
-        num_experts: int = 256,
-        num_experts_per_tok: int = 8,
-        num_shared_experts: int | None = 1,
-        moe_intermediate_size: int = 512,
-        n_group: int = 8,
-        topk_group: int = 4,
-        routed_scaling_factor: float = 2.5,
-        norm_topk_prob: bool = True,
-        score_function: str = "sigmoid",
-        router_dtype: str = "fp32",
-        moe_router_enable_expert_bias: bool = True,
-        first_k_dense_replace: int = 1,
-        output_router_logits: bool = False,
-        expert_capacity: int | None = None,
-        block_size: int | None = None,
-        delete_token_id: int | None = None,
-        split_token_id: int | None = None,
-        pad_token_id: int | None = 156892,
-        eos_token_id: int | None = 156892,
-        mask_token_id: int | None = 156895,
-        tie_word_embeddings: bool = False,
-        rope_parameters: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
-        # transformers 5 may hand RoPE settings over as one dictionary; the released files have separate keys.
-        if rope_parameters is not None:
-            rope_theta = rope_parameters.get("rope_theta", rope_theta)
-            partial_rotary_factor = rope_parameters.get("partial_rotary_factor", partial_rotary_factor)
-            rope_scaling = rope_scaling or rope_parameters
-        kind = (rope_scaling or {}).get("rope_type", (rope_scaling or {}).get("type", "default"))
-        unsupported = [
-            ("rope_scaling", rope_scaling, kind == "default", "null"),
-            ("score_function", score_function, score_function == "sigmoid", "'sigmoid'"),
-            ("use_sliding_window", use_sliding_window, not use_sliding_window, "false"),
-            ("norm_head", norm_head, not norm_head, "false"),
-            ("router_dtype", router_dtype, router_dtype in ("fp32", None), "'fp32'"),
-            ("norm_topk_prob", norm_topk_prob, norm_topk_prob in (True, None), "true"),
-        ]
-        for key, value, supported, expected in unsupported:
-            if not supported:
-                raise ValueError(
-                    f"llada2_moe config has {key}={value!r}: this implementation has only {expected}, as every "
-                    "released LLaDA2 checkpoint does"
-                )
-        if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={num_key_value_heads}"
-            )
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.hidden_act = hidden_act
-        self.use_qkv_bias = use_qkv_bias
-        self.use_bias = use_bias
-        self.use_qk_norm = use_qk_norm
-        self.rms_norm_eps = rms_norm_eps
-        self.norm_head = norm_head
-        self.embedding_dropout = embedding_dropout
-        self.attention_dropout = attention_dropout
-        self.output_dropout = output_dropout
-        self.initializer_range = initializer_range
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_theta = rope_theta
-        self.rope_scaling = None
-        self.partial_rotary_factor = partial_rotary_factor
-        self.use_cache = use_cache
-        self.use_sliding_window = use_sliding_window
-        self.sliding_window = sliding_window
-        self.max_window_layers = max_window_layers
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.num_shared_experts = num_shared_experts
-        self.moe_intermediate_size = moe_intermediate_size
-        self.n_group = n_group
-        self.topk_group = topk_group
-        self.routed_scaling_factor = routed_scaling_factor
-        self.norm_topk_prob = norm_topk_prob
-        self.score_function = score_function
-        self.router_dtype = router_dtype
-        self.moe_router_enable_expert_bias = moe_router_enable_expert_bias
-        self.first_k_dense_replace = first_k_dense_replace
-        self.output_router_logits = output_router_logits
-        self.expert_capacity = expert_capacity
-        self.block_size = block_size
-        self.delete_token_id = delete_token_id
-        self.split_token_id = split_token_id
-        self.mask_token_id = mask_token_id
-        super().__init__(
-            pad_token_id=pad_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
-
-    def router_spec(self) -> RouterSpec:
-        """The routing that this configuration describes."""
-        common: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "top_k": self.num_experts_per_tok,
-            "routed_scaling_factor": self.routed_scaling_factor,
-        }
-        if self.expert_capacity is not None and self.block_size is not None:
-            return RouterSpec(
-                kind="block_pool", expert_capacity=self.expert_capacity, block_size=self.block_size, **common
-            )
-        return RouterSpec(kind="sigmoid_group", n_group=self.n_group, topk_group=self.topk_group, **common)
-
-
-class LLaDA2MoeRMSNorm(nn.Module):
-    """RMS norm: statistics in fp32, product in the model's dtype."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        x_fp32 = x.float()
-        scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x_fp32 * scale).to(x.dtype)
-
-
-def rope_tables(config: LLaDA2MoeConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[B,S,rotary_dim]`` for absolute positions.
-
-    Computed from the configuration on every forward (a few microseconds) and not kept as a buffer: transformers 5
-    builds models on the meta device and leaves non-persistent buffers uninitialised (unsloth#4112).
-    """
-    rotary_dim = int(config.head_dim * config.partial_rotary_factor)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=position_ids_BS.device).float() / rotary_dim
-    inv_freq = 1.0 / (config.rope_theta**exponents)
-    angles = position_ids_BS.unsqueeze(-1).float() * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    rotary_dim = cos_BSR.shape[-1]
-    cos, sin = cos_BSR.unsqueeze(1), sin_BSR.unsqueeze(1)
-    turned, passed = x_BNSD[..., :rotary_dim], x_BNSD[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, passed), dim=-1)
-
-
-def attention_bias(
-    attention_mask: Tensor | None, batch: int, query_len: int, key_len: int, dtype: torch.dtype
-) -> Tensor | None:
-    """The additive attention mask ``[B|1, 1|N, Q, KV]`` that a caller's mask means, or None for no restriction.
-
-    Args:
-        attention_mask: None (bidirectional); ``[B,KV]`` with 1 = real and 0 = padding (bidirectional among real
-            positions); 4-D bool, True = attend; 4-D float, additive (0 = attend, -inf = do not).
-    """
-    if attention_mask is None:
-        return None
-    mask = attention_mask
-    if mask.dim() == 2:
-        if tuple(mask.shape) != (batch, key_len):
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}: a 2-D mask must be [batch, keys] = "
-                f"[{batch}, {key_len}] (cached positions included)"
-            )
-        if not mask.is_floating_point():
-            real = mask != 0
-        elif bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError("a 2-D attention_mask holds 1 (real) and 0 (padding) only; pass additive masks as 4-D")
-        else:
-            real = mask != 0
-        if bool(real.all()):
-            return None
-        mask = real[:, None, None, :]
-    if mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected None, [batch, keys] or "
-            "[batch, heads or 1, queries, keys]"
-        )
-    expected = (query_len, key_len)
-    if (mask.shape[-2] not in (1, query_len)) or mask.shape[-1] != key_len or mask.shape[0] not in (1, batch):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected [{batch} or 1, heads or 1, "
-            f"{expected[0]}, {expected[1]}]"
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"a 4-D attention_mask must be bool (True = attend) or additive float, got {mask.dtype}; "
-            "use mask.bool() for a 0/1 mask"
-        )
-    if mask.dtype == torch.bool:
-        # A row that may attend to nothing (padding) attends to everything: its output is unused, and a softmax over
-        # nothing would be NaN.
-        mask = mask | ~mask.any(dim=-1, keepdim=True)
-        zero = torch.zeros((), dtype=dtype, device=mask.device)
-        mask = torch.where(mask, zero, float("-inf"))
-    return mask.to(dtype).expand(-1, -1, query_len, -1)
-
-
-class LLaDA2MoeMLP(nn.Module):
-    """SwiGLU: a dense layer's MLP, an expert, or the shared expert."""
-
-    def __init__(self, config: LLaDA2MoeConfig, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``down(silu(gate(x)) * up(x))``."""
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LLaDA2MoeGate(nn.Module):
-    """The router: group-limited (2.0, 2.1) or block-pool (2.2), in fp32."""
-
-    def __init__(self, config: LLaDA2MoeConfig):
-        super().__init__()
-        self.config = config
-        self.spec = config.router_spec()
-        self.top_k = config.num_experts_per_tok
-        self.num_experts = config.num_experts
-        self.n_group = config.n_group
-        self.topk_group = config.topk_group
-        self.routed_scaling_factor = config.routed_scaling_factor
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LLaDA2MoeGate:
-        # `.to(bfloat16)` would round the bias, and with it the choice of experts (sglang#31213).
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias.device.type != "meta" and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
-        return self
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Route ``[B,S,H]`` (or ``[T,H]``, one sequence).
-
-        Returns:
-            topk_idx ``[T,K]`` int64, topk_weight ``[T,K]`` fp32, logits ``[T,E]`` fp32.
-        """
-        batch = hidden_states.shape[0] if hidden_states.dim() == 3 else 1
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        scores = router_scores(router_logits(x_TH, self.weight, self.spec), self.expert_bias, self.spec)
-        pools_TE = None
-        if self.spec.kind == "block_pool":
-            pools_TE = sequence_pools(scores.selection_TE, self.spec, batch)
-        ids_TK = select(scores.selection_TE, self.spec, pools_TE)
-        return ids_TK, combine_weights(scores.combine_TE, ids_TK, self.spec, x_TH.dtype), scores.logits_TE
-
-
-class LLaDA2MoeSparseMoeBlock(nn.Module):
-    """Routed experts plus the shared expert."""
-
-    def __init__(self, config: LLaDA2MoeConfig):
-        super().__init__()
-        self.config = config
-        self.num_experts_per_tok = config.num_experts_per_tok
-        self.experts = nn.ModuleList(
-            LLaDA2MoeMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts)
-        )
-        self.gate = LLaDA2MoeGate(config)
-        if config.num_shared_experts:
-            self.shared_experts = LLaDA2MoeMLP(config, config.moe_intermediate_size * config.num_shared_experts)
-        self._weights = ExpertWeights(self.experts)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """``[B,S,H] -> (out [B,S,H], (router_logits [B,S,E] fp32, topk_idx [B,S,K]))``."""
-        batch, seq_len, hidden = hidden_states.shape
-        ids_TK, weights_TK, logits_TE = self.gate(hidden_states)
-        x_TH = hidden_states.reshape(-1, hidden)
-        stacked = self._weights.differentiable() if torch.is_grad_enabled() else self._weights.ensure()
-        routed_TH = run_experts(x_TH, ids_TK, weights_TK, stacked, pick_backend("auto", stacked))
-        out = routed_TH.view(batch, seq_len, hidden)
-        if self.config.num_shared_experts:
-            out = out + self.shared_experts(hidden_states)
-        return out, (logits_TE.view(batch, seq_len, -1), ids_TK.view(batch, seq_len, -1))
-
-
-def eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Plain attention with returned weights: ``[B,N,Q,D] -> [B,Q,N,D]``, ``[B,N,Q,KV]``."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-class LLaDA2MoeAttention(nn.Module):
-    """Grouped-query attention with per-head query and key norms and partial rotary embedding."""
-
-    def __init__(self, config: LLaDA2MoeConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_heads = config.num_key_value_heads
-        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = False
-        self.query_key_value = nn.Linear(
-            config.hidden_size,
-            (self.num_heads + 2 * self.num_key_value_heads) * self.head_dim,
-            bias=config.use_qkv_bias,
-        )
-        if config.use_qk_norm:
-            self.query_layernorm = LLaDA2MoeRMSNorm(self.head_dim, config.rms_norm_eps)
-            self.key_layernorm = LLaDA2MoeRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.use_bias)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``[B,S,H] -> [B,S,H]`` and, with eager attention, the weights ``[B,N,S,KV]``."""
-        batch, seq_len, _ = hidden_states.shape
-        heads = self.query_key_value(hidden_states).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
-        query, key, value = heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], dim=1)
-        if self.config.use_qk_norm:
-            query, key = self.query_layernorm(query), self.key_layernorm(key)
-        query, key = _rotate(query, *position_embeddings), _rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = eager_attention
-        if self.config._attn_implementation != "eager":
-            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.dense(out.reshape(batch, seq_len, -1)), weights
-
-
-class LLaDA2MoeDecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, dense in the first `first_k_dense_replace` layers and MoE in the others."""
-
-    def __init__(self, config: LLaDA2MoeConfig, layer_idx: int):
-        super().__init__()
-        self.attention = LLaDA2MoeAttention(config, layer_idx)
-        dense = layer_idx < config.first_k_dense_replace
-        self.mlp = LLaDA2MoeMLP(config, config.intermediate_size) if dense else LLaDA2MoeSparseMoeBlock(config)
-        self.input_layernorm = LLaDA2MoeRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LLaDA2MoeRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden_states: Tensor, **attention: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``[B,S,H] -> (hidden [B,S,H], attention weights or None, router logits [B,S,E] or None)``."""
-        attended, weights = self.attention(self.input_layernorm(hidden_states), **attention)
-        hidden_states = hidden_states + attended
-        out = self.mlp(self.post_attention_layernorm(hidden_states))
-        router = None
-        if isinstance(out, tuple):
-            out, router = out
-        return hidden_states + out.to(hidden_states.device), weights, None if router is None else router[0]
+__all__ = [
+    "LLaDA2MoeAttention",
+    "LLaDA2MoeConfig",
+    "LLaDA2MoeDecoderLayer",
+    "LLaDA2MoeGate",
+    "LLaDA2MoeMLP",
+    "LLaDA2MoeModel",
+    "LLaDA2MoeModelLM",
+    "LLaDA2MoePreTrainedModel",
+    "LLaDA2MoeRMSNorm",
+    "LLaDA2MoeSparseMoeBlock",
+    "attention_bias",
+    "rope_tables",
+]
 
 
 class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
@@ -457,10 +57,17 @@ class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _no_split_modules = ["LLaDA2MoeDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_cache_class = True
+    # Its kernels take no 4-D mask, and a block-causal mask is one: refused rather than ignored.
+    _supports_flash_attn = False
+    # Some converted checkpoints carry rotary tables; they are computed here.
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]
     # 4.57 leaves buffers in their own dtype and refuses names that are no modules; 5.x casts buffers unless told not to.
     _keep_in_fp32_modules_strict = ["expert_bias"] if int(transformers.__version__.split(".")[0]) >= 5 else None
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers looks for a code pattern in the source file of the class; the attention lies in another file.
+        return True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -477,11 +84,40 @@ class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             nn.init.ones_(module.weight)
 
 
-@dataclass
-class _Collected:
-    hidden: tuple[Tensor, ...] = ()
-    attentions: tuple[Tensor, ...] = ()
-    router: tuple[Tensor, ...] = ()
+# transformers 5 renamed the outputs' field and warns about the old name.
+_CACHE_FIELD = "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
+
+
+def _one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that a caller passed under either name, checked."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("pass past_key_values or cache, not both: they are two names of one argument")
+    given = past_key_values if cache is None else cache
+    if given is not None and not isinstance(given, Cache):
+        raise TypeError(
+            f"past_key_values is a {type(given).__name__}: expected a transformers Cache, such as DynamicCache()"
+        )
+    if given is not None and given.is_compileable:
+        raise TypeError(
+            f"past_key_values is a {type(given).__name__}, which hands out unwritten positions: use DynamicCache()"
+        )
+    return given
+
+
+def _check_ids(input_ids_BS: Tensor, vocab_size: int) -> None:
+    if input_ids_BS.dim() != 2:
+        raise ValueError(f"input_ids has shape {tuple(input_ids_BS.shape)}: expected [batch, positions]")
+    if input_ids_BS.is_floating_point() or input_ids_BS.dtype == torch.bool:
+        raise ValueError(f"input_ids has dtype {input_ids_BS.dtype}: expected int64 token ids")
+    # On a GPU this would wait for the device on every forward; there the embedding's own assertion speaks.
+    if input_ids_BS.device.type != "cpu" or not input_ids_BS.numel() or torch.compiler.is_compiling():
+        return
+    low, high = (int(value) for value in input_ids_BS.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"input_ids holds {low if low < 0 else high}: expected ids in 0..{vocab_size - 1} (vocab_size="
+            f"{vocab_size}); check that the tokenizer belongs to this model"
+        )
 
 
 class LLaDA2MoeModel(LLaDA2MoePreTrainedModel):
@@ -515,72 +151,103 @@ class LLaDA2MoeModel(LLaDA2MoePreTrainedModel):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
-        **kwargs: Any,
+        cache: Cache | None = None,
+        cache_position: Tensor | None = None,
     ) -> MoeModelOutputWithPast | tuple[Any, ...]:
         """Hidden states ``[B,S,H]`` of ``input_ids [B,S]`` or ``inputs_embeds [B,S,H]``.
 
         Args:
+            input_ids: token ids ``[B,S]``.
             attention_mask: see `attention_bias`.
             position_ids: absolute positions ``[B|1,S]``; default: continue after the cache.
-            past_key_values: a transformers `Cache`; the rows' K/V are appended to it.
+            past_key_values: a transformers `Cache` that grows, such as `DynamicCache`; the rows' K/V are appended.
+            inputs_embeds: embeddings ``[B,S,H]`` in place of ``input_ids``.
+            use_cache: make a `DynamicCache` where none is passed.
+            output_attentions: attention weights ``[B,N,S,KV]`` of every layer; needs eager attention.
+            output_hidden_states: the input ``[B,S,H]`` of every layer and the final output.
+            output_router_logits: fp32 router logits ``[B,S,E]`` of every MoE layer.
+            return_dict: False for a tuple.
+            cache: the name of ``past_key_values`` in transformers 5.
+            cache_position: ignored, as positions follow from the cache; some callers always pass it.
+
+        Raises:
+            ValueError: for ids out of range (checked on the CPU) and inputs whose shapes do not fit together.
+            TypeError: for a cache that is no growing `Cache`.
         """
         config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if input_ids is not None:
-            if input_ids.dim() != 2:
-                raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: expected [batch, positions]")
+            _check_ids(input_ids, self.word_embeddings.num_embeddings)
             inputs_embeds = self.word_embeddings(input_ids)
         assert inputs_embeds is not None
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has shape {tuple(inputs_embeds.shape)}: expected [batch, positions, "
+                f"hidden_size={config.hidden_size}]"
+            )
+        past_key_values = _one_cache(past_key_values, cache)
+        recompute = self.gradient_checkpointing and self.training
+        if recompute and past_key_values is not None:
+            raise ValueError(
+                "gradient checkpointing runs every layer twice and would append its K/V twice: train without a cache, "
+                "or call model.gradient_checkpointing_disable()"
+            )
         use_cache = config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
+        if use_cache and past_key_values is None and not recompute:
             past_key_values = DynamicCache()
         batch, seq_len, _ = inputs_embeds.shape
         past_len = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if position_ids is None:
             position_ids = torch.arange(past_len, past_len + seq_len, device=inputs_embeds.device).unsqueeze(0)
-        elif position_ids.shape[-1] != seq_len:
+        elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != seq_len:
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: expected [{batch} or 1, {seq_len}]")
-        if getattr(config, "output_attentions", False) and output_attentions is None:
-            output_attentions = True
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return_dict = config.return_dict if return_dict is None else return_dict
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
-                f"output_attentions=True needs attn_implementation='eager', the model has "
-                f"{config._attn_implementation!r}"
+                f"output_attentions=True needs eager attention, the model has {config._attn_implementation!r}: call "
+                "model.set_attn_implementation('eager')"
             )
         want_router = config.output_router_logits if output_router_logits is None else output_router_logits
-        mask = attention_bias(attention_mask, batch, seq_len, past_len + seq_len, inputs_embeds.dtype)
+        mask = attention_bias(
+            attention_mask, batch, seq_len, past_len + seq_len, inputs_embeds.dtype, config.num_attention_heads
+        )
         attention = {
             "attention_mask": mask,
             "position_embeddings": rope_tables(config, position_ids, inputs_embeds.dtype),
             "past_key_values": past_key_values,
         }
-        seen = _Collected()
+        seen_hidden: list[Tensor] = []
+        seen_weights: list[Tensor] = []
+        seen_router: list[Tensor] = []
         hidden_states = F.dropout(inputs_embeds, config.embedding_dropout, self.training)
         for layer in self.layers:
             if output_hidden_states:
-                seen.hidden += (hidden_states,)
-            if self.gradient_checkpointing and self.training:
+                seen_hidden.append(hidden_states)
+            if recompute:
+                # Reentrant checkpointing, the default of transformers 4, takes no keyword arguments.
                 hidden_states, weights, router = self._gradient_checkpointing_func(
-                    layer.__call__, hidden_states, **attention
+                    partial(layer.__call__, **attention), hidden_states
                 )
             else:
                 hidden_states, weights, router = layer(hidden_states, **attention)
             if output_attentions and weights is not None:
-                seen.attentions += (weights,)
+                seen_weights.append(weights)
             if want_router and router is not None:
-                seen.router += (router,)
+                seen_router.append(router)
         hidden_states = self.norm(hidden_states)
         if output_hidden_states:
-            seen.hidden += (hidden_states,)
+            seen_hidden.append(hidden_states)
         out = MoeModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
-            hidden_states=seen.hidden or None,
-            attentions=seen.attentions or None,
-            router_logits=seen.router or None,
+            hidden_states=tuple(seen_hidden) or None,
+            attentions=tuple(seen_weights) or None,
+            router_logits=tuple(seen_router) or None,
+            **{_CACHE_FIELD: past_key_values},
         )
-        return out if return_dict is not False else out.to_tuple()
+        return out if return_dict else out.to_tuple()
 
 
 class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
@@ -620,24 +287,37 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         return_dict: bool | None = None,
-        **kwargs: Any,
+        logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
+        cache_position: Tensor | None = None,
     ) -> MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Logits ``[B,S,V]`` in fp32.
+
+        Arguments and errors are those of `LLaDA2MoeModel.forward`, and:
 
         Args:
             labels: ``[B,S]``, -100 = ignored; the loss is the cross entropy *at* each position.
             logits_to_keep: compute logits of the last n positions (0 = all) or of the given positions (1-D tensor).
-            Everything else as in `LLaDA2MoeModel.forward`.
-        """
+        """  # noqa: D417
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("labels need the logits of all positions: drop logits_to_keep")
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            **kwargs,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_router_logits=output_router_logits,
+            return_dict=True,
+            cache=cache,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else keep  # type: ignore[assignment]
@@ -648,9 +328,10 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
         result = MoeCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
             router_logits=out.router_logits,
+            **{_CACHE_FIELD: out[_CACHE_FIELD] if _CACHE_FIELD in out else None},
         )
-        return result if return_dict is not False else result.to_tuple()
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if return_dict else result.to_tuple()
