@@ -1,3 +1,50 @@
-"""Drop-in mixture-of-experts layers and block plans for diffusion language models."""
+"""Drop-in mixture-of-experts layers and block plans for diffusion language models.
+
+Public names are imported on first use, so that `import epoch_moe` costs little, and what needs transformers loads it
+only when asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BlockPlanContext": "epoch_moe.plan.context",
+    "BlockSpec": "epoch_moe.block",
+    "EpochConfig": "epoch_moe.config",
+    "EpochMoEBlock": "epoch_moe.block",
+    "PatchReport": "epoch_moe.patching",
+    "RouterSpec": "epoch_moe.routing",
+    "generate": "epoch_moe.decoding",
+    "load_model": "epoch_moe.models",
+    "patch": "epoch_moe.patching",
+    "patched": "epoch_moe.patching",
+    "register_auto_classes": "epoch_moe.models",
+    "unpatch": "epoch_moe.patching",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from epoch_moe.block import BlockSpec, EpochMoEBlock
+    from epoch_moe.config import EpochConfig
+    from epoch_moe.decoding import generate
+    from epoch_moe.models import load_model, register_auto_classes
+    from epoch_moe.patching import PatchReport, patch, patched, unpatch
+    from epoch_moe.plan.context import BlockPlanContext
+    from epoch_moe.routing import RouterSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'epoch_moe' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

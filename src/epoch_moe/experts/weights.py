@@ -13,6 +13,8 @@ they differ.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +73,9 @@ class ExpertWeights:
         self._stacked: Stacked | None = None
         self._params: list[nn.Parameter] = []
         self._addresses: tuple[int, ...] = ()
+        self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
-        import copy
-
         # The copy stacks its own parameters on first use: sharing or copying the buffers would double the memory.
         return ExpertWeights(copy.deepcopy(self.experts, memo))
 
@@ -108,8 +109,17 @@ class ExpertWeights:
         Peak extra memory while stacking: one projection of all experts of this layer.
         """
         if not self.is_stacked():
-            self._stack()
+            with self._lock:
+                if not self.is_stacked():
+                    self._stack()
         assert self._stacked is not None
+        return self._stacked
+
+    @property
+    def stacked(self) -> Stacked:
+        """The stacked tensors as `ensure` left them, unchecked: for callers that checked earlier in the same block."""
+        if self._stacked is None:
+            raise RuntimeError("the experts are not stacked: call ensure() first")
         return self._stacked
 
     def differentiable(self) -> Stacked:

@@ -1,0 +1,210 @@
+"""`EpochMoEBlock`: a mixture-of-experts layer that computes only what a block plan asks for.
+
+With a plan, a forward of the layer is: pick the fresh rows, route them inside the support, send their pairs down the
+lane, restore the dense shard from fresh and cached outputs, add the shared expert. Without one it is the model's own
+function.
+
+Shape suffixes: B sequences, S positions, T = B x S rows, R fresh rows, H hidden, E experts, K top-k, P pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.worklist import build_worklist
+from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
+from epoch_moe.plan.context import DenseForward, PlanSlot
+from epoch_moe.plan.support import route_fresh
+from epoch_moe.routing import (
+    Routing,
+    RouterSpec,
+    Scores,
+    combine_weights,
+    router_logits,
+    router_scores,
+    select,
+    sequence_pools,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """How a model family's MoE block is built: what `EpochMoEBlock` must know of the module it replaces.
+
+    Attributes:
+        family: name for reports and errors.
+        router: what the layer's router computes.
+        gate_weight: attribute path of the router weight ``[E,H]``.
+        gate_bias: attribute path of the expert bias ``[E]``, or None.
+        experts: attribute of the experts' ModuleList.
+        shared: attribute of the shared expert inside the block, or None.
+        returns_router: the block returns ``(out, (router_logits, topk_ids))`` rather than ``out``.
+    """
+
+    family: str
+    router: RouterSpec
+    gate_weight: str
+    gate_bias: str | None
+    experts: str = "experts"
+    shared: str | None = None
+    returns_router: bool = False
+
+
+class EpochMoEBlock(nn.Module):
+    """A drop-in replacement for a released MoE block, around the same parameters.
+
+    It registers the original's children, parameters and buffers under their own names, so keys and values of
+    `state_dict` stay as they were, and forwards other attributes to the original.
+
+    Args:
+        original: the block to replace; kept, untouched but for its experts' storage, for `unpatch`.
+        spec: how it is built.
+        slot: where the plan of a forward is found; one for all blocks of a model.
+        index: this layer's place among the model's MoE layers.
+        backend: how routed experts are computed.
+    """
+
+    def __init__(self, original: nn.Module, spec: BlockSpec, slot: PlanSlot, index: int, backend: Backend = "auto"):
+        super().__init__()
+        for name, child in original._modules.items():
+            self.add_module(name, child)
+        for name, parameter in original._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in original._buffers.items():
+            self.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
+        self.training = original.training
+        self.spec, self.slot, self.index, self.backend = spec, slot, index, backend
+        self._original = (original,)  # in a tuple, so that it is not registered as a child
+        # A block of our own model classes has stacked its experts already: share that storage.
+        existing = original.__dict__.get("_weights")
+        experts = getattr(original, spec.experts)
+        self.weights = existing if isinstance(existing, ExpertWeights) else ExpertWeights(experts)
+
+    @property
+    def original(self) -> nn.Module:
+        """The replaced block."""
+        return self._original[0]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self._original[0], name)
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Any]:
+        """``[B,S,H] -> [B,S,H]``, or what the original returns.
+
+        Under a plan the second half of LLaDA2's tuple is None: router logits of reused rows do not exist. A caller
+        that asks the model for router logits gets a dense forward.
+        """
+        batch, seq_len, hidden = hidden_states.shape
+        x_TH = hidden_states.reshape(-1, hidden)
+        forward = self.slot.active
+        step = forward.enter(self.index, x_TH) if isinstance(forward, ForwardPlan) else None
+        if isinstance(forward, ForwardPlan) and step is not None:
+            routed_TH, router = self._planned(x_TH, forward, step), None
+        else:
+            routed_TH, router = self._dense(x_TH, batch, forward)
+        out = routed_TH.view(batch, seq_len, hidden)
+        if self.spec.shared is not None:
+            out = out + getattr(self, self.spec.shared)(hidden_states)
+        return (out, router) if self.spec.returns_router else out
+
+    def _planned(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> Tensor:
+        if torch.is_grad_enabled() and x_TH.requires_grad:
+            raise RuntimeError(
+                "a block plan is active and gradients are required: reused rows have none. Decode under torch.no_grad(),"
+                " or train without a plan"
+            )
+        rows, support = step.rows, step.state.support
+        pools_TE = None
+        if self.spec.router.kind == "block_pool":
+            # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
+            scores = self._scores(x_TH)
+            pools_TE = sequence_pools(scores.selection_TE, self.spec.router, rows.batch)
+            scores = Scores(*(pick(t, rows) for t in (scores.logits_TE, scores.selection_TE, scores.combine_TE)))
+            x_RH, pools_RE = pick(x_TH, rows), pick(pools_TE, rows)
+        else:
+            x_RH, pools_RE = pick(x_TH, rows), None
+            scores = self._scores(x_RH)
+        routing = route_fresh(
+            scores,
+            self.spec.router,
+            rows,
+            support,
+            forward.config,
+            cold=step.cold,
+            dtype=x_TH.dtype,
+            pools_RE=pools_RE,
+        )
+        if support.covered_R is not None and support.natural_R is not None and support.support_GE is not None:
+            forward.counters.add_support(self.index, support.support_GE, support.covered_R, support.natural_R)
+        y_RH = self._experts(x_RH, routing, forward)
+        assert step.state.cache_MH is not None
+        return restore(y_RH, rows, step.state.cache_MH)
+
+    def _dense(
+        self, x_TH: Tensor, batch: int, forward: ForwardPlan | DenseForward | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """All rows, all experts: the model's own function, and its router output."""
+        spec = self.spec.router
+        scores = self._scores(x_TH)
+        pools_TE = sequence_pools(scores.selection_TE, spec, batch) if spec.kind == "block_pool" else None
+        ids_TK = select(scores.selection_TE, spec, pools_TE)
+        routing = Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype))
+        routed_TH = self._experts(x_TH, routing, forward)
+        return routed_TH, (scores.logits_TE.view(batch, -1, spec.num_experts), ids_TK.view(batch, -1, spec.top_k))
+
+    def _scores(self, x_TH: Tensor) -> Scores:
+        spec = self.spec
+        bias_E = None if spec.gate_bias is None else _resolve(self, spec.gate_bias)
+        return router_scores(router_logits(x_TH, _resolve(self, spec.gate_weight), spec.router), bias_E, spec.router)
+
+    def _experts(self, x_RH: Tensor, routing: Routing, forward: ForwardPlan | DenseForward | None) -> Tensor:
+        """Routed experts of some rows, counted."""
+        if forward is None:
+            # Outside a plan nothing has checked the storage for this forward; gradients go to the parameters.
+            stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
+        else:
+            stacked = self.weights.stacked  # `BlockPlanContext.begin_block` has checked it
+        worklist = build_worklist(routing.ids_TK, self.spec.router.num_experts)
+        if forward is not None:
+            forward.counters.add_layer(self.index, x_RH.shape[0], worklist.counts_E)
+        backend = pick_backend(self.backend, stacked)
+        return run_experts(x_RH, routing.ids_TK, routing.weights_TK, stacked, backend, worklist)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:
+        # `.to()` on the model replaces the tensors registered here; the original must see the same ones.
+        super()._apply(fn, recurse)
+        original = self._original[0]
+        for name in original._buffers:
+            original._buffers[name] = self._buffers[name]
+        for name in original._parameters:
+            original._parameters[name] = self._parameters[name]
+        return self
+
+    def train(self, mode: bool = True) -> EpochMoEBlock:
+        """Set the mode, also on the original, whose children are shared."""
+        self._original[0].training = mode
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """Family and routing, for `print(model)`."""
+        router = self.spec.router
+        return f"family={self.spec.family!r}, experts={router.num_experts}, top_k={router.top_k}, index={self.index}"
+
+
+def _resolve(module: nn.Module, path: str) -> Tensor:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,112 @@
+"""`EpochConfig`: the one place where a block plan's choices are named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from epoch_moe.experts.grouped import BACKENDS, Backend
+
+OnMiss = Literal["reselect", "drop", "expand"]
+SupportScope = Literal["sequence", "batch"]
+FutureRows = Literal["fresh", "dormant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochConfig:
+    """How a block plan saves work, and what it may change.
+
+    Attributes:
+        coverage: share of every row's natural routing weight that a layer's expert support must hold when it is
+            compiled in a block's cold pass (ATLAS). None = all experts, no support; 1.0 = the union of the rows'
+            natural top-k.
+        candidate_factor: a row's candidates for the support are its best ``candidate_factor * K`` experts.
+        on_miss: what a restricted row does with natural top-k experts outside the support: ``"reselect"`` its top-k
+            inside the support, ``"drop"`` those pairs, or ``"expand"`` the support by them (lossless).
+        restrict_new: False lets rows whose output will be cached (newly decoded or refreshed) route without
+            restriction, and the newly decoded ones' experts join the support; True restricts them too.
+        support_scope: ``"sequence"`` (a request never depends on its batch mates) or ``"batch"`` (one support per
+            layer for the whole batch).
+        coverage_floor: a sequence's live rows fall back to natural routing, and the layer's support is compiled
+            anew on the next forward, where the support holds less than this share of their natural weight. None =
+            ``coverage - 0.15``.
+        refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
+            only the cold pass.
+        future_rows: MASK rows of later blocks on a fixed canvas: ``"fresh"`` on every forward, or ``"dormant"``:
+            refreshed like decoded rows.
+        backend: how routed experts are computed, see `epoch_moe.experts.grouped`.
+    """
+
+    coverage: float | None = 0.95
+    candidate_factor: int = 4
+    on_miss: OnMiss = "reselect"
+    restrict_new: bool = False
+    support_scope: SupportScope = "sequence"
+    coverage_floor: float | None = None
+    refresh_interval: int | None = 5
+    future_rows: FutureRows = "fresh"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"EpochConfig.{name}={getattr(self, name)!r}: expected {expected}")
+
+        def share(value: Any) -> bool:
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= 1.0
+
+        check("coverage", self.coverage is None or share(self.coverage), "None (all experts) or a share in (0, 1]")
+        check(
+            "coverage_floor",
+            self.coverage_floor is None
+            or (self.coverage_floor == 0.0 or share(self.coverage_floor))
+            and (self.coverage is None or self.coverage_floor <= self.coverage),
+            f"None or a share in [0, coverage={self.coverage}]",
+        )
+        check("candidate_factor", _is_int(self.candidate_factor) and self.candidate_factor >= 1, "an integer >= 1")
+        check("on_miss", self.on_miss in ("reselect", "drop", "expand"), "'reselect', 'drop' or 'expand'")
+        check("support_scope", self.support_scope in ("sequence", "batch"), "'sequence' or 'batch'")
+        check(
+            "refresh_interval",
+            self.refresh_interval is None or (_is_int(self.refresh_interval) and self.refresh_interval >= 1),
+            "None (never) or an integer >= 1",
+        )
+        check("future_rows", self.future_rows in ("fresh", "dormant"), "'fresh' or 'dormant'")
+        check("backend", self.backend in BACKENDS, " or ".join(map(repr, BACKENDS)))
+
+    @classmethod
+    def exact(cls, **changes: Any) -> EpochConfig:
+        """All experts and a refresh on every forward: the same pairs as without a plan, the same greedy tokens."""
+        return cls(**{"coverage": None, "refresh_interval": 1, **changes})
+
+    @classmethod
+    def paper(cls, **changes: Any) -> EpochConfig:
+        """Epoch's own setting (arXiv 2609.09748): reselection, new rows restricted, one support per batch, M = 5."""
+        return cls(**{"restrict_new": True, "support_scope": "batch", **changes})
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> EpochConfig | None:
+        """The configuration called ``"default"``, ``"exact"`` or ``"paper"``; None for ``"dense"`` (no plan)."""
+        makers = {"default": cls, "exact": cls.exact, "paper": cls.paper}
+        if name == "dense":
+            if changes:
+                raise ValueError(f"preset 'dense' has no plan to change: got {changes}")
+            return None
+        if name not in makers:
+            raise ValueError(f"preset {name!r}: expected one of 'dense', {', '.join(map(repr, makers))}")
+        return makers[name](**changes)
+
+    def replace(self, **changes: Any) -> EpochConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def floor(self) -> float:
+        """`coverage_floor` with its default filled in; 0 without a support."""
+        if self.coverage is None:
+            return 0.0
+        return max(0.0, self.coverage - 0.15) if self.coverage_floor is None else self.coverage_floor
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

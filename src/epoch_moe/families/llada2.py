@@ -1,0 +1,57 @@
+"""LLaDA2.0, 2.1 and 2.2: `gate` with weight and expert bias, per-expert `experts`, `shared_experts` in the block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from epoch_moe.block import BlockSpec
+from epoch_moe.routing import RouterSpec
+
+SHAPE = (
+    "a module with `experts` (ModuleList of gate_proj/up_proj/down_proj MLPs) and `gate` with `weight` [experts, hidden],"
+    " `expert_bias` [experts], `top_k`, `n_group` and `topk_group`"
+)
+
+
+def describe(block: nn.Module) -> BlockSpec | None:
+    """The spec of a LLaDA2 MoE block, or None where the module has another shape."""
+    gate, experts = getattr(block, "gate", None), getattr(block, "experts", None)
+    if not isinstance(gate, nn.Module) or not isinstance(experts, nn.ModuleList) or len(experts) == 0:
+        return None
+    weight, bias = getattr(gate, "weight", None), getattr(gate, "expert_bias", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(bias, torch.Tensor):
+        return None
+    names = ("top_k", "n_group", "topk_group", "routed_scaling_factor")
+    if not all(isinstance(getattr(gate, name, None), (int, float)) for name in names):
+        return None
+    if not all(hasattr(experts[0], name) for name in ("gate_proj", "up_proj", "down_proj")):
+        return None
+    if weight.shape[0] != len(experts) or bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"a LLaDA2 MoE block has {len(experts)} experts but a gate weight {tuple(weight.shape)} and an expert bias "
+            f"{tuple(bias.shape)}: expected [{len(experts)}, hidden] and [{len(experts)}]"
+        )
+    return BlockSpec(
+        family="llada2",
+        router=_router(block, gate, len(experts)),
+        gate_weight="gate.weight",
+        gate_bias="gate.expert_bias",
+        shared="shared_experts" if isinstance(getattr(block, "shared_experts", None), nn.Module) else None,
+        returns_router=True,
+    )
+
+
+def _router(block: nn.Module, gate: Any, num_experts: int) -> RouterSpec:
+    config = getattr(gate, "config", None) or getattr(block, "config", None)
+    capacity, block_size = getattr(config, "expert_capacity", None), getattr(config, "block_size", None)
+    common: dict[str, Any] = {
+        "num_experts": num_experts,
+        "top_k": int(gate.top_k),
+        "routed_scaling_factor": float(gate.routed_scaling_factor),
+    }
+    if capacity is not None and block_size is not None:
+        return RouterSpec(kind="block_pool", expert_capacity=capacity, block_size=block_size, **common)
+    return RouterSpec(kind="sigmoid_group", n_group=int(gate.n_group), topk_group=int(gate.topk_group), **common)

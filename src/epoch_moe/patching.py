@@ -1,0 +1,277 @@
+"""`patch`, `unpatch`, `patched`: replace the MoE layers of a loaded model in place, and give them back.
+
+Nothing is patched at import, no class is changed, and nothing is global: a patch lives on one model object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from epoch_moe.block import BlockSpec, EpochMoEBlock
+from epoch_moe.config import EpochConfig
+from epoch_moe.experts.grouped import pick_backend
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.plan.context import PlanSlot
+
+ATTRIBUTE = "_epoch_moe"
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What a patch did.
+
+    Attributes:
+        family: model family of the patched blocks.
+        patched: module paths of the replaced blocks.
+        skipped: module path -> reason, for MoE-like modules that were left alone.
+        backend: how routed experts are computed.
+        dtype: of the expert weights.
+        expert_bytes: bytes of routed-expert weights, all layers.
+        moved_bytes: bytes copied into stacked storage (0 where it was stacked already).
+        peak_extra_bytes: largest extra memory at one time while stacking.
+        updated: the model was patched before, and only the configuration changed.
+        config: the plan's configuration (None: no plan by default).
+    """
+
+    family: str
+    patched: list[str]
+    skipped: dict[str, str]
+    backend: str
+    dtype: str
+    expert_bytes: int
+    moved_bytes: int
+    peak_extra_bytes: int
+    updated: bool
+    config: EpochConfig | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"epoch_moe: {'updated' if self.updated else 'patched'} {len(self.patched)} MoE layers ({self.family}), "
+            f"backend {self.backend}, experts {self.expert_bytes / 1e6:,.1f} MB in {self.dtype}, "
+            f"{self.moved_bytes / 1e6:,.1f} MB moved, peak extra {self.peak_extra_bytes / 1e6:,.1f} MB"
+        ]
+        lines += [f"  skipped {path}: {reason}" for path, reason in self.skipped.items()]
+        lines.append(f"  plan: {self.config if self.config is not None else 'none (dense)'}")
+        return "\n".join(lines)
+
+
+@dataclass
+class PatchState:
+    """What a patch leaves on the model, under ``model._epoch_moe``.
+
+    Attributes:
+        slot: where the blocks find the plan of a forward.
+        config: the plan that `epoch_moe.generate` uses by default.
+        blocks: module path -> block.
+        hooks: handles to remove on `unpatch`.
+    """
+
+    slot: PlanSlot
+    config: EpochConfig | None
+    blocks: dict[str, EpochMoEBlock]
+    hooks: list[Any] = field(default_factory=list)
+
+    def ensure_stacked(self) -> None:
+        """Stack expert weights whose storage was replaced since the last use."""
+        for block in self.blocks.values():
+            block.weights.ensure()
+
+    def bytes_per_expert(self) -> list[int]:
+        """For each MoE layer."""
+        return [block.weights.ensure().bytes_per_expert for block in self.blocks.values()]
+
+
+class _RouterRequest:
+    """Pre-hook on the base model: a forward that asks for router logits runs dense under a plan."""
+
+    def __init__(self, slot: PlanSlot):
+        self.slot = slot
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_router_logits")
+        if asked is None:
+            asked = getattr(getattr(module, "config", None), "output_router_logits", False)
+        active = self.slot.active
+        if active is not None:
+            active.wants_router = bool(asked)
+
+
+def patch(model: nn.Module, config: EpochConfig | None | str = "default", *, strict: bool = True) -> PatchReport:
+    """Replace the MoE blocks of ``model`` by `EpochMoEBlock`, in place.
+
+    The blocks keep their parameters, and `state_dict` keeps its keys and values; the experts' parameters become views
+    of one stacked tensor per layer. Without a plan a patched model computes what it computed before. Calling `patch`
+    again changes the configuration only.
+
+    Args:
+        model: a loaded model with MoE blocks of a known family, our own class or remote code.
+        config: the plan that `epoch_moe.generate` uses by default: an `EpochConfig`, a preset name (``"default"``,
+            ``"exact"``, ``"paper"``, ``"dense"``), or None for no plan.
+        strict: raise where no MoE block is found or one cannot be patched; False skips it and reports why.
+
+    Raises:
+        ValueError: no MoE block of a known family (``strict``).
+        TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
+    """
+    if isinstance(config, str):
+        config = EpochConfig.preset(config)
+    if config is not None and not isinstance(config, EpochConfig):
+        raise TypeError(f"config={config!r}: expected an EpochConfig, a preset name or None")
+    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    if state is not None:
+        return _update(state, config)
+
+    found, skipped = _find_blocks(model)
+    if not found and strict:
+        looked_for = "; ".join(f"{name}: {shape}" for name, shape in SHAPES.items())
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"{type(model).__name__} has no MoE block that epoch_moe knows. It looked for {looked_for}. Module classes "
+            f"here: {', '.join(kinds[:20])}. Pass strict=False to leave such a model alone"
+        )
+    slot = PlanSlot()
+    new = PatchState(slot, config, {})
+    moved = peak = 0
+    prepared: list[tuple[str, nn.Module, BlockSpec]] = []
+    for path, (module, spec) in found.items():
+        # Everything that can be refused is refused before the first module is touched.
+        reason = _refusal(path, module, spec)
+        if reason and strict:
+            raise TypeError(f"{path} cannot be patched: {reason}. Pass strict=False to skip it")
+        if reason:
+            skipped[path] = reason
+        else:
+            prepared.append((path, module, spec))
+    backend = "auto" if config is None else config.backend
+    for path, module, spec in prepared:
+        block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend)
+        if not block.weights.is_stacked():
+            stacked = block.weights.ensure()
+            moved += stacked.bytes_per_expert * spec.router.num_experts
+            peak = max(peak, stacked.gate_up_E2FH.numel() * stacked.gate_up_E2FH.element_size())
+        new.blocks[path] = block
+    for path, block in new.blocks.items():
+        parent, name = _parent(model, path)
+        parent._modules[name] = block
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
+    object.__setattr__(model, ATTRIBUTE, new)
+    return _report(new, skipped, moved, peak, updated=False)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give a patched model its original MoE blocks back.
+
+    Raises:
+        ValueError: the model is not patched.
+        RuntimeError: somebody replaced or wrapped a patched block since; the error names it, and nothing is changed.
+    """
+    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    if state is None:
+        raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: there is nothing to undo")
+    if state.slot.active is not None:
+        raise RuntimeError("a forward is under way on this model: unpatch after it")
+    for path, block in state.blocks.items():
+        parent, name = _parent(model, path)
+        current = parent._modules.get(name)
+        if current is not block:
+            raise RuntimeError(
+                f"{path} is now a {type(current).__name__}, not the block that patch() put there: undo that wrapper "
+                "first, then unpatch"
+            )
+        if "forward" in block.__dict__:
+            raise RuntimeError(
+                f"{path}.forward was replaced by {block.__dict__['forward']!r} after patch(): undo that first (an "
+                "accelerate hook: accelerate.hooks.remove_hook_from_module), then unpatch"
+            )
+    for path, block in state.blocks.items():
+        parent, name = _parent(model, path)
+        parent._modules[name] = block.original
+    for hook in state.hooks:
+        hook.remove()
+    object.__delattr__(model, ATTRIBUTE)
+
+
+@contextmanager
+def patched(model: nn.Module, config: EpochConfig | None | str = "default", *, strict: bool = True) -> Iterator[PatchReport]:
+    """`patch` for the length of a ``with`` block.
+
+    On a model that is patched already, the configuration is changed and changed back at the end.
+    """
+    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    before = None if state is None else state.config
+    report = patch(model, config, strict=strict)
+    try:
+        yield report
+    finally:
+        if state is None:
+            unpatch(model)
+        else:
+            _update(state, before)
+
+
+def _update(state: PatchState, config: EpochConfig | None) -> PatchReport:
+    state.config = config
+    for block in state.blocks.values():
+        block.backend = "auto" if config is None else config.backend
+    return _report(state, {}, 0, 0, updated=True)
+
+
+def _find_blocks(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec]], dict[str, str]]:
+    found: dict[str, tuple[nn.Module, BlockSpec]] = {}
+    skipped: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, EpochMoEBlock):
+            skipped[path] = "is patched already, through another model object that shares it"
+            continue
+        spec = describe_block(module)
+        if spec is None:
+            continue
+        if id(module) in seen:
+            skipped[path] = f"is the same module as {seen[id(module)]}"
+            continue
+        seen[id(module)] = path
+        found[path] = (module, spec)
+    return found, skipped
+
+
+def _refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
+    """Why a block cannot be patched, or ''."""
+    if "." not in path and path == "":
+        return "it is the model itself, not a layer of one"
+    if hasattr(module, "_hf_hook"):
+        return "accelerate has hooks on it (device_map or offload)"
+    try:
+        ExpertWeights(getattr(module, spec.experts)).check()
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    parent, _, name = path.rpartition(".")
+    return model.get_submodule(parent), name
+
+
+def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *, updated: bool) -> PatchReport:
+    blocks = list(state.blocks.values())
+    stacked = [block.weights.ensure() for block in blocks]
+    return PatchReport(
+        family=", ".join(sorted({block.spec.family for block in blocks})),
+        patched=list(state.blocks),
+        skipped=skipped,
+        backend=pick_backend(blocks[0].backend, stacked[0]) if blocks else "none",
+        dtype=str(stacked[0].gate_up_E2FH.dtype).removeprefix("torch.") if blocks else "none",
+        expert_bytes=sum(s.bytes_per_expert * s.down_EHF.shape[0] for s in stacked),
+        moved_bytes=moved,
+        peak_extra_bytes=peak,
+        updated=updated,
+        config=state.config,
+    )

@@ -1,0 +1,1 @@
+"""Block plans: what is decided once per block, and what on every forward."""

@@ -1,0 +1,202 @@
+"""One block's state: supports and caches of all layers, token stamps, and the steps that layers take through it.
+
+Shape suffixes: B sequences, S rows per sequence in a forward, N window rows, T = B x S, H hidden, M = B x N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, RowStates, classify, plan_rows
+from epoch_moe.plan.support import SupportState
+
+
+@dataclass
+class LayerState:
+    """What one layer keeps within a block.
+
+    Attributes:
+        support: its expert support.
+        cache_MH: routed output (scaling included, shared expert not) of decoded rows; only entries whose token stamp
+            matches are read.
+        last_forward: number of the last forward whose outputs the cache reflects; -1 = none.
+    """
+
+    support: SupportState = field(default_factory=SupportState)
+    cache_MH: Tensor | None = None
+    last_forward: int = -1
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One layer's part in one forward.
+
+    Attributes:
+        rows: what happens to each row.
+        state: the layer's state.
+        cold: the layer compiles its support in this step and reuses nothing.
+    """
+
+    rows: RowPlan
+    state: LayerState
+    cold: bool
+
+
+class BlockPlan:
+    """The plan of one block of B sequences.
+
+    Args:
+        config: the choices.
+        num_layers: MoE layers.
+        batch: B.
+        window: N, rows per sequence that have state.
+        prefix: how many of them lie before the current block.
+        prefix_constant: prefix rows cannot change within the block.
+        counters: where work is counted.
+        device: of the token stamps.
+    """
+
+    def __init__(
+        self,
+        config: EpochConfig,
+        num_layers: int,
+        *,
+        batch: int,
+        window: int,
+        prefix: int,
+        prefix_constant: bool,
+        counters: Counters,
+    ):
+        if batch < 1 or window < 1:
+            raise ValueError(f"a block needs batch >= 1 and window >= 1, got batch={batch}, window={window}")
+        if not 0 <= prefix < window:
+            raise ValueError(f"prefix={prefix} must lie in 0..{window - 1} (window={window} ends with the block)")
+        self.config, self.counters = config, counters
+        self.batch, self.window, self.prefix, self.prefix_constant = batch, window, prefix, prefix_constant
+        self.layers = [LayerState() for _ in range(num_layers)]
+        self.forwards = 0
+        self._stamps_BN: Tensor | None = None
+
+    def next_forward(
+        self,
+        ids_BS: Tensor,
+        *,
+        mask_id: int | None,
+        valid_BS: Tensor | None,
+        lead: int,
+        live_BN: Tensor | None,
+        changed_BN: Tensor | None,
+    ) -> ForwardPlan:
+        """Decide what the next forward does with its rows (see `epoch_moe.plan.liveness`)."""
+        if self._stamps_BN is None:
+            self._stamps_BN = torch.full((self.batch, self.window), NO_TOKEN, device=ids_BS.device)
+        states = classify(
+            ids_BS,
+            self._stamps_BN,
+            lead,
+            self.prefix,
+            self.prefix_constant,
+            mask_id,
+            valid_BS,
+            live_BN,
+            changed_BN,
+        )
+        self._read_shortfalls()
+        return ForwardPlan(self, ids_BS, states, lead, self.forwards)
+
+    def _read_shortfalls(self) -> None:
+        """Have the layers whose support fell short in the last forward compile it anew (one sync for all layers)."""
+        by_device: dict[torch.device, list[SupportState]] = {}
+        for layer in self.layers:
+            layer.support.rebuild_G = None
+            if layer.support.short_G is not None:
+                by_device.setdefault(layer.support.short_G.device, []).append(layer.support)
+        for supports in by_device.values():
+            short_LG = torch.stack([s.short_G for s in supports if s.short_G is not None])
+            for support, flags in zip(supports, short_LG.tolist(), strict=True):
+                if any(flags):
+                    support.rebuild_G = support.short_G
+                    self.counters.fallbacks["shortfall"] += sum(flags)
+
+    def complete(self, forward: ForwardPlan) -> None:
+        """Record the tokens that the caches now hold outputs for; called after a forward that did not fail."""
+        assert self._stamps_BN is not None
+        stamps_M = self._stamps_BN.view(-1)
+        rows = forward.rows
+        tokens_T = forward.ids_BS.reshape(-1)
+        stamps_M[rows.store_dst] = tokens_T[rows.fresh_R[rows.store_src]]
+        # A live row's old entry belongs to a token that it no longer has for good.
+        stamps_M[forward.states.live_BN.reshape(-1)] = NO_TOKEN
+        self.forwards += 1
+
+
+class ForwardPlan:
+    """One forward under a block plan: what each MoE layer asks when it is reached."""
+
+    def __init__(self, plan: BlockPlan, ids_BS: Tensor, states: RowStates, lead: int, number: int):
+        config = plan.config
+        self.plan, self.ids_BS, self.states, self.lead, self.number = plan, ids_BS, states, lead, number
+        self.cold = number == 0
+        interval = config.refresh_interval
+        self.refresh = interval is not None and number % interval == 0
+        self.wants_router = False
+        self.rows = self._plan(self.cold, self.refresh)
+        self._full_rows: RowPlan | None = self.rows if self.cold else None
+
+    def _plan(self, cold: bool, refresh: bool) -> RowPlan:
+        return plan_rows(
+            self.states,
+            cold=cold,
+            refresh=refresh,
+            lead=self.lead,
+            prefix=self.plan.prefix,
+            restrict_new=self.plan.config.restrict_new,
+        )
+
+    @property
+    def config(self) -> EpochConfig:
+        """The plan's configuration."""
+        return self.plan.config
+
+    @property
+    def counters(self) -> Counters:
+        """Where work is counted."""
+        return self.plan.counters
+
+    def enter(self, layer: int, x_TH: Tensor) -> LayerStep | None:
+        """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason)."""
+        state = self.plan.layers[layer]
+        reason = ""
+        if x_TH.shape[0] != self.ids_BS.numel():
+            reason = "shape"
+        elif state.last_forward == self.number:
+            reason = "revisit"
+        elif self.wants_router:
+            reason = "router_logits"
+        if reason:
+            self.counters.fallbacks[reason] += 1
+            state.last_forward = -1
+            return None
+        rows, cold = self.rows, self.cold
+        cache_shape = (self.plan.batch * self.plan.window, x_TH.shape[1])
+        fits = (
+            state.cache_MH is not None
+            and state.cache_MH.shape == cache_shape
+            and state.cache_MH.dtype == x_TH.dtype
+            and state.cache_MH.device == x_TH.device
+        )
+        if not self.cold and (not fits or state.last_forward != self.number - 1):
+            # This layer missed a forward (or changed dtype or device): its cache no longer matches the stamps.
+            self.counters.fallbacks["version"] += 1
+            if self._full_rows is None:
+                self._full_rows = self._plan(cold=True, refresh=True)
+            rows, cold = self._full_rows, True
+        if not fits:
+            state.cache_MH = x_TH.new_empty(cache_shape)
+        state.last_forward = self.number
+        return LayerStep(rows, state, cold)

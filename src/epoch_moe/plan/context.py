@@ -1,0 +1,316 @@
+"""`BlockPlanContext`: the two clocks of a decode, and where a model's MoE layers find the plan of a forward.
+
+The block clock: `block` opens a plan, and everything in it goes at its end. The iteration clock: `iteration` surrounds
+one forward. Contexts are independent of each other: several models, and several threads on one model, do not mix.
+
+Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S = C + N).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
+from epoch_moe.plan.counters import Counters
+
+LmHeadRows = Literal["live", "block"]
+
+
+class DenseForward:
+    """A forward without a plan whose work is counted."""
+
+    def __init__(self, counters: Counters):
+        self.counters = counters
+        self.wants_router = False
+
+
+class PlanSlot:
+    """Where the MoE blocks of one patched model find the forward under way: one value per thread.
+
+    Copies and pickles come out empty: a forward under way belongs to the thread that runs it.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def active(self) -> ForwardPlan | DenseForward | None:
+        """This thread's forward, or None outside of one."""
+        return getattr(self._local, "active", None)
+
+    @contextmanager
+    def activate(self, forward: ForwardPlan | DenseForward) -> Iterator[None]:
+        """Make ``forward`` this thread's forward; refuses to nest."""
+        if self.active is not None:
+            raise RuntimeError("a forward is already under way on this model in this thread: plans do not nest")
+        self._local.active = forward
+        try:
+            yield
+        finally:
+            self._local.active = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
+        return PlanSlot()
+
+    def __reduce__(self) -> tuple[type[PlanSlot], tuple[()]]:
+        return PlanSlot, ()
+
+
+class Patched(Protocol):
+    """What `epoch_moe.patch` leaves on a model under ``_epoch_moe``."""
+
+    slot: PlanSlot
+    config: EpochConfig | None
+
+    def bytes_per_expert(self) -> list[int]:
+        """For each MoE layer."""
+        ...
+
+    def ensure_stacked(self) -> None:
+        """Stack expert weights whose storage was replaced since the last use."""
+        ...
+
+
+class DecodeContext(Protocol):
+    """What a decoding loop drives; see `BlockPlanContext` for the meaning."""
+
+    counters: Counters | None
+    lm_head_rows: LmHeadRows
+
+    def block(
+        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
+    ) -> AbstractContextManager[None]:
+        """One block."""
+        ...
+
+    def iteration(
+        self,
+        ids_BS: Tensor,
+        *,
+        mask_id: int | None = None,
+        valid_BS: Tensor | None = None,
+        lead: int = 0,
+        live_BN: Tensor | None = None,
+        changed_BN: Tensor | None = None,
+    ) -> AbstractContextManager[None]:
+        """One forward."""
+        ...
+
+    def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
+        """After sampling."""
+        ...
+
+    def count_lm_head(self, rows: int) -> None:
+        """LM-head rows of a forward."""
+        ...
+
+    def count_attention(self, pairs: int) -> None:
+        """Query-key pairs of a forward."""
+        ...
+
+
+class BlockPlanContext:
+    """The plan of one decode on a patched model.
+
+    Args:
+        patched: what `epoch_moe.patch` left on the model (``model._epoch_moe``).
+        config: the plan's configuration; None = no plan, work is counted only.
+
+    Attributes:
+        counters: work so far; ``counters.read()`` gives the numbers.
+        lm_head_rows: ``"live"`` under a plan, ``"block"`` without.
+
+    Example::
+
+        context = BlockPlanContext(model._epoch_moe, EpochConfig())
+        with context.block(batch=1, window=32):
+            while undecoded:
+                with context.iteration(ids_BS, mask_id=mask_id):
+                    hidden = model.model(ids_BS, ...)
+                ...
+    """
+
+    def __init__(self, patched: Patched, config: EpochConfig | None):
+        self._patched, self.config = patched, config
+        bytes_per_expert = patched.bytes_per_expert()
+        self.counters = Counters(len(bytes_per_expert), bytes_per_expert)
+        self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
+        self._plan: BlockPlan | None = None
+        self._open = False
+
+    def begin_block(self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False) -> None:
+        """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
+        self.end_block()
+        self._patched.ensure_stacked()
+        self._open = True
+        if self.config is not None:
+            self._plan = BlockPlan(
+                self.config,
+                self.counters.num_layers,
+                batch=batch,
+                window=window,
+                prefix=prefix,
+                prefix_constant=prefix_constant,
+                counters=self.counters,
+            )
+
+    def end_block(self) -> None:
+        """Discard the block's supports, masks and caches. Only K/V lives on."""
+        self._plan = None
+        self._open = False
+
+    @contextmanager
+    def block(
+        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
+    ) -> Iterator[None]:
+        """`begin_block` and `end_block` around a block, also when it ends by an exception."""
+        self.begin_block(batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant)
+        try:
+            yield
+        finally:
+            self.end_block()
+
+    @contextmanager
+    def iteration(
+        self,
+        ids_BS: Tensor,
+        *,
+        mask_id: int | None = None,
+        valid_BS: Tensor | None = None,
+        lead: int = 0,
+        live_BN: Tensor | None = None,
+        changed_BN: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Surround exactly one forward of the model.
+
+        Args:
+            ids_BS: int64, the forward's token ids: ``lead`` rows, then the window.
+            mask_id: id of undecoded positions. Needed unless ``live_BN`` is given.
+            valid_BS: bool, False for padding and for rows of finished sequences. Default: all True.
+            lead: C, rows whose K/V this forward writes for good; always fresh and unrestricted.
+            live_BN: bool, rows whose logits can still change a decision, where that is not "MASK in the block".
+            changed_BN: bool, rows whose cached output must not be used.
+
+        A forward that raises closes the block: the model is left without a plan, as before.
+        """
+        if not self._open:
+            raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
+        self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN)
+        forward: ForwardPlan | DenseForward
+        if self._plan is None:
+            forward = DenseForward(self.counters)
+            valid_rows = ids_BS.numel() if valid_BS is None else int(valid_BS.sum())
+        else:
+            forward = self._plan.next_forward(
+                ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
+            )
+            valid_rows = forward.rows.num_rows
+        try:
+            with self._patched.slot.activate(forward):
+                yield
+        except BaseException:
+            self.end_block()
+            raise
+        self.counters.forwards += 1
+        self.counters.forward_rows += valid_rows
+        self.counters.dense_rows += valid_rows * self.counters.num_layers
+        if isinstance(forward, ForwardPlan) and self._plan is not None:
+            self._plan.complete(forward)
+            self.counters.history.append(
+                {
+                    "forward": forward.number,
+                    "rows": valid_rows,
+                    "fresh": forward.rows.num_fresh,
+                    "live": forward.rows.vote_src.numel(),
+                }
+            )
+
+    def _check_rows(
+        self,
+        ids_BS: Tensor,
+        mask_id: int | None,
+        valid_BS: Tensor | None,
+        lead: int,
+        live_BN: Tensor | None,
+        changed_BN: Tensor | None,
+    ) -> None:
+        if ids_BS.dim() != 2:
+            raise ValueError(f"ids_BS has shape {tuple(ids_BS.shape)}: expected [sequences, rows]")
+        if mask_id is None and live_BN is None:
+            raise ValueError("pass mask_id, or live_BN for a decoder without a mask token")
+        if self._plan is None:
+            return
+        batch, window = self._plan.batch, self._plan.window
+        if tuple(ids_BS.shape) != (batch, lead + window):
+            raise ValueError(
+                f"ids_BS has shape {tuple(ids_BS.shape)}: this block has {batch} sequences and a window of {window} "
+                f"rows, so with lead={lead} expected [{batch}, {lead + window}]"
+            )
+        masks = (("valid_BS", valid_BS, lead + window), ("live_BN", live_BN, window), ("changed_BN", changed_BN, window))
+        for name, mask, length in masks:
+            if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != ids_BS.new_empty(0).bool().dtype):
+                raise ValueError(
+                    f"{name} is {mask.dtype} of shape {tuple(mask.shape)}: expected bool [{batch}, {length}]"
+                )
+
+    def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
+        """Tell the plan what the decoder thought of each row (nothing uses it yet on this path)."""
+
+    def count_lm_head(self, rows: int) -> None:
+        """Count rows that went through the LM head."""
+        self.counters.lm_head_rows += rows
+
+    def count_attention(self, pairs: int) -> None:
+        """Count query-key pairs of one layer."""
+        self.counters.attention_pairs += pairs
+
+
+class UntrackedContext:
+    """The context of a model that is not patched: no plan, nothing counted."""
+
+    counters: Counters | None = None
+    lm_head_rows: LmHeadRows = "live"
+
+    @contextmanager
+    def block(
+        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
+    ) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+    @contextmanager
+    def iteration(self, ids_BS: Tensor, **kwargs: Any) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+    def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
+        """Nothing."""
+
+    def count_lm_head(self, rows: int) -> None:
+        """Nothing."""
+
+    def count_attention(self, pairs: int) -> None:
+        """Nothing."""
+
+
+def open_context(model: Any, plan: EpochConfig | Literal["patched"] | None = "patched") -> DecodeContext:
+    """The context for one decode on ``model``.
+
+    Args:
+        model: patched or not.
+        plan: a configuration for this decode; ``"patched"``: the one given to `epoch_moe.patch`; None: no plan.
+    """
+    patched: Patched | None = getattr(model, "_epoch_moe", None)
+    if plan is not None and plan != "patched" and not isinstance(plan, EpochConfig):
+        raise TypeError(f"plan={plan!r}: expected an EpochConfig, 'patched' or None (dense)")
+    if patched is None:
+        if isinstance(plan, EpochConfig):
+            raise ValueError("a plan needs patched MoE layers: call epoch_moe.patch(model) first")
+        return UntrackedContext()
+    return BlockPlanContext(patched, patched.config if plan == "patched" else plan)  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""LSP: which rows of a forward go through the routed experts, and what happens to the others.
+
+Shape suffixes: B sequences, S rows per sequence in this forward, C lead rows, N window rows (S = C + N), T = B x S,
+R fresh rows.
+
+A forward's rows are the *lead* (blocks whose K/V this forward writes for good: prompt blocks, or the block that has
+just been finished) followed by the *window*, whose rows have state. The window ends with the current block; on a full
+window without K/V cache the earlier blocks lie before it as *prefix* rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1
+"""Token stamp of a cache entry that holds nothing."""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What one forward does with each of its T rows; the same for all layers, computed once per forward.
+
+    Attributes:
+        batch, seq_len: B and S.
+        fresh_R: int64, rows ``0..T-1`` that go through the routed experts, ascending.
+        restricted_R: bool, fresh rows whose selection stays inside the support.
+        joining_R: bool, fresh rows whose experts join the support.
+        vote_src, vote_dst: int64, positions in ``fresh_R`` of the rows that a support is compiled from (live rows), and
+            their places ``0..B*W-1`` in the current block of W rows.
+        block_len: W.
+        sequence_R: int64, the sequence of each fresh row.
+        store_src, store_dst: int64, positions in ``fresh_R`` whose outputs are cached, and where (``0..B*N-1``).
+        reuse_src, reuse_dst: int64, cache entries that are restored, and the rows that they become.
+        num_rows: rows that a dense forward would compute (valid rows).
+        num_restricted: how many fresh rows are restricted (a host number).
+        all_fresh: every one of the T rows is fresh.
+    """
+
+    batch: int
+    seq_len: int
+    fresh_R: Tensor
+    restricted_R: Tensor
+    joining_R: Tensor
+    vote_src: Tensor
+    vote_dst: Tensor
+    sequence_R: Tensor
+    store_src: Tensor
+    store_dst: Tensor
+    reuse_src: Tensor
+    reuse_dst: Tensor
+    block_len: int
+    num_rows: int
+    num_restricted: int
+    all_fresh: bool
+
+    @property
+    def num_fresh(self) -> int:
+        """R."""
+        return self.fresh_R.numel()
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """Row classes of one forward (DESIGN: live, new, stable, prefix, commit), as masks.
+
+    Attributes:
+        valid_BS: rows that exist (not padding, not of a finished sequence).
+        live_BN: rows whose logits can still change a decode decision.
+        cached_BN: rows whose cache entry was computed for their present token.
+        constant_BN: prefix rows that cannot change within the block (block-causal mask).
+    """
+
+    valid_BS: Tensor
+    live_BN: Tensor
+    cached_BN: Tensor
+    constant_BN: Tensor
+
+
+def classify(
+    ids_BS: Tensor,
+    stamps_BN: Tensor,
+    lead: int,
+    prefix: int,
+    prefix_constant: bool,
+    mask_id: int | None,
+    valid_BS: Tensor | None,
+    live_BN: Tensor | None,
+    changed_BN: Tensor | None,
+) -> RowStates:
+    """Row classes from token ids, or from masks where the decoder knows better.
+
+    Args:
+        ids_BS: token ids of the forward's rows.
+        stamps_BN: token that each cache entry was computed for; `NO_TOKEN` where there is none.
+        lead: C.
+        prefix: how many of the window's first rows lie before the current block.
+        prefix_constant: whether the forward's mask keeps prefix rows from seeing the current block.
+        mask_id: id of undecoded positions; needed unless ``live_BN`` is given.
+        valid_BS: default: all rows.
+        live_BN: overrides "MASK in the current block".
+        changed_BN: rows whose cache entry must not be used, whatever its stamp says.
+    """
+    window_BN = ids_BS[:, lead:]
+    valid_BS = torch.ones_like(ids_BS, dtype=torch.bool) if valid_BS is None else valid_BS
+    if live_BN is None:
+        live_BN = window_BN == mask_id
+        live_BN[:, :prefix] = False
+    live_BN = live_BN & valid_BS[:, lead:]
+    cached_BN = stamps_BN == window_BN
+    if changed_BN is not None:
+        cached_BN = cached_BN & ~changed_BN
+    constant_BN = torch.zeros_like(cached_BN)
+    constant_BN[:, :prefix] = prefix_constant
+    return RowStates(valid_BS, live_BN, cached_BN, constant_BN)
+
+
+def plan_rows(
+    states: RowStates, *, refresh: bool, cold: bool, lead: int, prefix: int, restrict_new: bool
+) -> RowPlan:
+    """Turn row classes into the index lists that every layer of this forward uses.
+
+    Args:
+        refresh: recompute all rows but constant prefix rows.
+        cold: the block's first forward: nothing is reused or restricted.
+        lead: C.
+        prefix: window rows before the current block.
+        restrict_new: restrict decoded rows too.
+    """
+    valid_BS, live_BN = states.valid_BS, states.live_BN
+    batch, seq_len = valid_BS.shape
+    window = seq_len - lead
+    reusable_BN = states.cached_BN & ~live_BN
+    if cold:
+        reusable_BN = torch.zeros_like(reusable_BN)
+    elif refresh:
+        reusable_BN = reusable_BN & states.constant_BN
+    in_window = torch.zeros_like(valid_BS)
+    in_window[:, lead:] = True
+
+    def whole(mask_BN: Tensor) -> Tensor:
+        """A window mask as a mask over the forward's rows."""
+        full_BS = torch.zeros_like(valid_BS)
+        full_BS[:, lead:] = mask_BN
+        return full_BS
+
+    live_BS, reuse_BS = whole(live_BN), whole(reusable_BN) & valid_BS
+    fresh_BS = valid_BS & ~reuse_BS
+    fresh_R = fresh_BS.view(-1).nonzero().squeeze(1)
+    sequence_R, position_R = fresh_R // seq_len, fresh_R % seq_len
+    live_R = live_BS.view(-1)[fresh_R]
+    window_R = position_R >= lead
+    stored_R = window_R & ~live_R
+    new_R = stored_R & ~whole(states.cached_BN).view(-1)[fresh_R]
+    restricted_R = torch.zeros_like(live_R) if cold else (window_R if restrict_new else live_R)
+    reuse_T = reuse_BS.view(-1).nonzero().squeeze(1)
+    store_src = stored_R.nonzero().squeeze(1)
+    vote_src = (live_R & (position_R >= lead + prefix)).nonzero().squeeze(1)
+    block_len = window - prefix
+    num_rows = int(valid_BS.sum())
+    return RowPlan(
+        batch=batch,
+        seq_len=seq_len,
+        fresh_R=fresh_R,
+        restricted_R=restricted_R,
+        joining_R=new_R & ~restricted_R,
+        vote_src=vote_src,
+        vote_dst=(sequence_R * block_len + position_R - lead - prefix)[vote_src],
+        sequence_R=sequence_R,
+        store_src=store_src,
+        store_dst=(sequence_R * window + position_R - lead)[store_src],
+        reuse_src=(reuse_T // seq_len) * window + reuse_T % seq_len - lead,
+        reuse_dst=reuse_T,
+        block_len=block_len,
+        num_rows=num_rows,
+        num_restricted=int(restricted_R.sum()),
+        all_fresh=fresh_R.numel() == batch * seq_len,
+    )

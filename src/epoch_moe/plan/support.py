@@ -1,0 +1,168 @@
+"""Routing of fresh rows under a block plan: ATLAS supports, the miss policy, and the coverage watch.
+
+Shape suffixes: B sequences, S rows per sequence, R fresh rows, E experts, K top-k, W rows of the current block,
+G supports (B, or 1 for ``support_scope="batch"``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.atlas import compile_support
+from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
+
+
+@dataclass
+class SupportState:
+    """One layer's support within a block.
+
+    Attributes:
+        support_GE: bool, experts that restricted rows may choose; None before the cold pass.
+        short_G: bool, supports that held too little of their rows' weight in the last forward (read on the host
+            once per forward for all layers).
+        rebuild_G: bool, supports to compile anew in this forward; None = none.
+        covered_R, natural_R: fp32, routing weight of the restricted rows inside the support and in all, of the last
+            forward; None where nothing was restricted. For the counters.
+    """
+
+    support_GE: Tensor | None = None
+    short_G: Tensor | None = None
+    rebuild_G: Tensor | None = None
+    covered_R: Tensor | None = None
+    natural_R: Tensor | None = None
+
+
+def uses_support(spec: RouterSpec, config: EpochConfig) -> bool:
+    """Whether ATLAS does anything: the block-pool router (LLaDA2.2) restricts itself."""
+    return config.coverage is not None and spec.kind != "block_pool"
+
+
+def route_fresh(
+    scores: Scores,
+    spec: RouterSpec,
+    rows: RowPlan,
+    state: SupportState,
+    config: EpochConfig,
+    *,
+    cold: bool,
+    dtype: torch.dtype,
+    pools_RE: Tensor | None = None,
+) -> Routing:
+    """Experts and weights of the fresh rows, keeping the layer's support up to date.
+
+    Args:
+        scores: of the fresh rows.
+        cold: compile the support from this forward and restrict nothing.
+        dtype: the model's.
+        pools_RE: the block-pool router's own supports.
+    """
+    natural_RK = select(scores.selection_TE, spec, pools_RE)
+    state.short_G = state.covered_R = state.natural_R = None
+    if not uses_support(spec, config):
+        return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
+    if cold or state.support_GE is None:
+        state.support_GE = _compile(scores, spec, rows, config)
+        return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
+    if state.rebuild_G is not None:
+        rebuilt_GE = _compile(scores, spec, rows, config)
+        state.support_GE = torch.where(state.rebuild_G.unsqueeze(1), rebuilt_GE, state.support_GE)
+    if not config.restrict_new:
+        state.support_GE = _join(state.support_GE, natural_RK, rows.joining_R, rows, config)
+    if rows.num_restricted == 0:
+        return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
+    return _restricted(scores, natural_RK, spec, rows, state, config, dtype)
+
+
+def _group_of(rows: RowPlan, config: EpochConfig) -> Tensor:
+    """Which support each fresh row uses: ``[R]``."""
+    return rows.sequence_R if config.support_scope == "sequence" else torch.zeros_like(rows.sequence_R)
+
+
+def _compile(scores: Scores, spec: RouterSpec, rows: RowPlan, config: EpochConfig) -> Tensor:
+    """Supports ``[G,E]`` from this forward's voting rows."""
+    assert config.coverage is not None
+    num_experts, places = spec.num_experts, rows.batch * rows.block_len
+    device = scores.selection_TE.device
+    selection = torch.zeros(places, num_experts, device=device)
+    weights = torch.zeros(places, num_experts, device=device)
+    votes = torch.zeros(places, dtype=torch.bool, device=device)
+    selection[rows.vote_dst] = scores.selection_TE[rows.vote_src]
+    weights[rows.vote_dst] = scores.combine_TE[rows.vote_src]
+    votes[rows.vote_dst] = True
+    groups = rows.batch if config.support_scope == "sequence" else 1
+    return compile_support(
+        selection.view(groups, -1, num_experts),
+        weights.view(groups, -1, num_experts),
+        votes.view(groups, -1),
+        spec,
+        config.coverage,
+        config.candidate_factor,
+    )
+
+
+def _join(support_GE: Tensor, ids_RK: Tensor, joining_R: Tensor, rows: RowPlan, config: EpochConfig) -> Tensor:
+    """The supports with the experts of the joining rows added."""
+    groups, num_experts = support_GE.shape
+    flat_RK = _group_of(rows, config).unsqueeze(1) * num_experts + ids_RK.clamp_min(0)
+    joins_RK = (joining_R.unsqueeze(1) & (ids_RK != NO_EXPERT)).to(torch.int32)
+    counts = torch.zeros(groups * num_experts, dtype=torch.int32, device=ids_RK.device)
+    counts.scatter_add_(0, flat_RK.reshape(-1), joins_RK.reshape(-1))
+    return support_GE | (counts > 0).view(groups, num_experts)
+
+
+def _restricted(
+    scores: Scores,
+    natural_RK: Tensor,
+    spec: RouterSpec,
+    rows: RowPlan,
+    state: SupportState,
+    config: EpochConfig,
+    dtype: torch.dtype,
+) -> Routing:
+    assert state.support_GE is not None
+    group_R, restricted_R = _group_of(rows, config), rows.restricted_R
+    if state.rebuild_G is not None:
+        # The forward that compiles a support anew is a cold pass for its rows.
+        restricted_R = restricted_R & ~state.rebuild_G[group_R]
+    if config.on_miss == "expand":
+        state.support_GE = _join(state.support_GE, natural_RK, restricted_R, rows, config)
+        weights_RK = combine_weights(scores.combine_TE, natural_RK, spec, dtype)
+        state.natural_R = state.covered_R = _weight(scores, natural_RK) * restricted_R
+        return Routing(natural_RK, weights_RK)
+
+    support_RE = state.support_GE[group_R]
+    if config.on_miss == "drop":
+        inside_RK = natural_RK.masked_fill(~support_RE.gather(1, natural_RK.clamp_min(0)), NO_EXPERT)
+    else:
+        inside_RK = select(scores.selection_TE, spec, support_RE)
+    natural_R = _weight(scores, natural_RK) * restricted_R
+    covered_R = torch.minimum(_weight(scores, inside_RK) * restricted_R, natural_R)
+    short_G = _per_group(covered_R, rows, config) < config.floor * _per_group(natural_R, rows, config)
+    # The watch acts at once (these rows route freely in this forward), and the next forward compiles the support anew.
+    restricted_R = restricted_R & ~short_G[group_R]
+    ids_RK = torch.where(restricted_R.unsqueeze(1), inside_RK, natural_RK)
+    state.short_G, state.covered_R, state.natural_R = short_G, covered_R, natural_R
+    if config.on_miss == "drop":
+        # A dropped pair takes its weight along: the others keep theirs, so the error is the dropped output alone.
+        weights_RK = combine_weights(scores.combine_TE, natural_RK, spec, dtype)
+        return Routing(ids_RK, weights_RK.masked_fill(ids_RK == NO_EXPERT, 0.0))
+    return Routing(ids_RK, combine_weights(scores.combine_TE, ids_RK, spec, dtype))
+
+
+def _weight(scores: Scores, ids_RK: Tensor) -> Tensor:
+    """Unnormalised routing weight of each row's experts: ``[R]``."""
+    weights_RK = scores.combine_TE.gather(1, ids_RK.clamp_min(0))
+    return weights_RK.masked_fill(ids_RK == NO_EXPERT, 0.0).sum(-1)
+
+
+def _per_group(value_R: Tensor, rows: RowPlan, config: EpochConfig) -> Tensor:
+    """Sum over the rows of each support: ``[G]``. Through a dense grid, so that the order of the sum is fixed."""
+    grid_T = torch.zeros(rows.batch * rows.seq_len, device=value_R.device, dtype=value_R.dtype)
+    grid_T[rows.fresh_R] = value_R
+    sums_B = grid_T.view(rows.batch, rows.seq_len).sum(dim=1)
+    return sums_B if config.support_scope == "sequence" else sums_B.sum(dim=0, keepdim=True)
