@@ -1,72 +1,147 @@
 """Work counters of a decode: kept on the device, read once.
 
-Shape suffixes: L MoE layers.
+Shape suffixes: L MoE layers, E experts, G supports, R fresh rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_INTEGERS = ("pairs", "active_experts", "support_size", "supports")
+_INTEGERS = ("pairs", "active_experts", "support_experts", "supports")
 _FLOATS = ("covered_weight", "natural_weight")
 
 
 @dataclass(frozen=True)
+class LayerWork:
+    """What one MoE layer computed.
+
+    Attributes:
+        rows: rows that went through its routed experts.
+        pairs: (row, expert) products.
+        active_experts: experts with at least one pair, summed over forwards.
+        weight_bytes: bytes of weights that those experts hold.
+        support_experts, supports: experts in supports that restricted rows, and how many such supports there were,
+            summed over forwards.
+        covered_weight, natural_weight: routing weight of restricted rows inside their support, and in all.
+    """
+
+    rows: int
+    pairs: int
+    active_experts: int
+    weight_bytes: int
+    support_experts: int
+    supports: int
+    covered_weight: float
+    natural_weight: float
+
+    @property
+    def support_size(self) -> float:
+        """Mean experts in a support (nan where nothing was restricted)."""
+        return self.support_experts / self.supports if self.supports else math.nan
+
+    @property
+    def coverage(self) -> float:
+        """Share of the restricted rows' natural routing weight that their support held (nan: no such row)."""
+        return self.covered_weight / self.natural_weight if self.natural_weight else math.nan
+
+
+@dataclass(frozen=True)
 class Work:
-    """What was computed, over all forwards of a decode.
+    """What a decode computed, over all its forwards. ``a + b`` is the work of both.
 
     Attributes:
         forwards: model forwards.
         forward_rows: valid rows of all forwards (attention, shared experts and dense layers run on these).
-        attention_pairs: query-key pairs, summed over sequences and forwards, of one layer.
+        attention_pairs: query-key pairs of one layer, summed over sequences and forwards.
         dense_rows: (row, MoE layer) visits that the same forwards make without a plan.
-        rows: those that went through the routed experts.
-        pairs: (row, expert) products.
-        active_experts: experts with at least one pair, summed over layers and forwards.
-        weight_bytes: bytes of routed-expert weights that those experts hold.
         lm_head_rows: rows that went through the LM head.
-        support_size: mean experts in a support where it restricted rows (nan: never).
-        coverage: natural routing weight of restricted rows that their support held (nan: no restricted row).
-        fallbacks: how often a layer or sequence left its plan, by reason.
-        per_layer: rows, pairs, active_experts, support_size and coverage of each MoE layer.
+        fallbacks: how often a layer (or a support: ``"shortfall"``) left its plan, by reason.
+        per_layer: work of each MoE layer.
     """
 
     forwards: int
     forward_rows: int
     attention_pairs: int
     dense_rows: int
-    rows: int
-    pairs: int
-    active_experts: int
-    weight_bytes: int
     lm_head_rows: int
-    support_size: float
-    coverage: float
     fallbacks: dict[str, int]
-    per_layer: list[dict[str, float]]
+    per_layer: tuple[LayerWork, ...]
+
+    @property
+    def total(self) -> LayerWork:
+        """All MoE layers together."""
+        return LayerWork(**{f.name: sum(getattr(layer, f.name) for layer in self.per_layer) for f in fields(LayerWork)})
+
+    @property
+    def rows(self) -> int:
+        """(Row, MoE layer) visits that went through routed experts."""
+        return self.total.rows
+
+    @property
+    def pairs(self) -> int:
+        """(Row, expert) products."""
+        return self.total.pairs
+
+    @property
+    def active_experts(self) -> int:
+        """Experts with at least one pair, summed over layers and forwards."""
+        return self.total.active_experts
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of routed-expert weights that the active experts hold."""
+        return self.total.weight_bytes
+
+    @property
+    def support_size(self) -> float:
+        """Mean experts in a support that restricted rows."""
+        return self.total.support_size
+
+    @property
+    def coverage(self) -> float:
+        """Share of the restricted rows' natural routing weight that their supports held."""
+        return self.total.coverage
+
+    def __add__(self, other: Work) -> Work:
+        layers = tuple(
+            LayerWork(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(LayerWork)})
+            for a, b in zip(self.per_layer, other.per_layer, strict=True)
+        )
+        names = ("forwards", "forward_rows", "attention_pairs", "dense_rows", "lm_head_rows")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Work(**sums, fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)), per_layer=layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON (undefined ratios are None)."""
+        """All numbers, ready for JSON (undefined means are None)."""
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: plain(item) for key, item in value.items()}
-            if isinstance(value, list):
-                return [plain(item) for item in value]
-            return None if isinstance(value, float) and math.isnan(value) else value
+        def numbers(work: Work | LayerWork, names: tuple[str, ...]) -> dict[str, Any]:
+            values = {name: getattr(work, name) for name in names}
+            return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
-        return plain(asdict(self))  # type: ignore[no-any-return]
+        shared = ("rows", "pairs", "active_experts", "weight_bytes", "support_size", "coverage")
+        own = ("forwards", "forward_rows", "attention_pairs", "dense_rows", "lm_head_rows")
+        return {
+            **numbers(self, (*own, *shared)),
+            "fallbacks": dict(self.fallbacks),
+            "per_layer": [numbers(layer, shared) for layer in self.per_layer],
+        }
 
 
 @dataclass
 class Counters:
-    """Running counters of one context. Layers add device numbers; `read` is the only host sync."""
+    """Running counters of one context. Layers add device numbers; `read` is the only host sync.
+
+    Attributes:
+        num_layers: L.
+        bytes_per_expert: routed-expert weight bytes of one expert, per layer.
+        history: one entry per forward under a plan: its number in the block, valid rows, fresh rows, live rows.
+    """
 
     num_layers: int
     bytes_per_expert: list[int]
@@ -91,12 +166,12 @@ class Counters:
         totals[layer, 0] += counts_E.sum()
         totals[layer, 1] += (counts_E > 0).sum()
 
-    def add_support(self, layer: int, support_BE: Tensor, covered_R: Tensor, natural_R: Tensor) -> None:
-        """One layer's support and the routing weight that it held of the restricted rows."""
-        totals = self._of(self._integers, support_BE.device, len(_INTEGERS), torch.int64)
-        totals[layer, 2] += support_BE.sum()
-        totals[layer, 3] += support_BE.shape[0]
-        weights = self._of(self._floats, support_BE.device, len(_FLOATS), torch.float64)
+    def add_support(self, layer: int, support_GE: Tensor, covered_R: Tensor, natural_R: Tensor) -> None:
+        """One layer's supports, and the routing weight that they held of the restricted rows."""
+        totals = self._of(self._integers, support_GE.device, len(_INTEGERS), torch.int64)
+        totals[layer, 2] += support_GE.sum()
+        totals[layer, 3] += support_GE.shape[0]
+        weights = self._of(self._floats, support_GE.device, len(_FLOATS), torch.float64)
         weights[layer, 0] += covered_R.sum(dtype=torch.float64)
         weights[layer, 1] += natural_R.sum(dtype=torch.float64)
 
@@ -114,33 +189,23 @@ class Counters:
             integers += part.cpu()
         for part in self._floats.values():
             floats += part.cpu()
-        per_layer = [
-            {
-                "rows": rows,
-                "pairs": int(ints[0]),
-                "active_experts": int(ints[1]),
-                "support_size": _ratio(ints[2], ints[3]),
-                "coverage": _ratio(weights[0], weights[1]),
-            }
-            for rows, ints, weights in zip(self.rows_L, integers, floats, strict=True)
-        ]
-        weight_bytes = sum(int(row["active_experts"]) * b for row, b in zip(per_layer, self.bytes_per_expert, strict=True))
+        layers = tuple(
+            LayerWork(
+                rows=rows,
+                weight_bytes=size * ints[1],
+                **dict(zip(_INTEGERS, ints, strict=True)),
+                **dict(zip(_FLOATS, weights, strict=True)),
+            )
+            for rows, size, ints, weights in zip(
+                self.rows_L, self.bytes_per_expert, integers.tolist(), floats.tolist(), strict=True
+            )
+        )
         return Work(
             forwards=self.forwards,
             forward_rows=self.forward_rows,
             attention_pairs=self.attention_pairs,
             dense_rows=self.dense_rows,
-            rows=sum(self.rows_L),
-            pairs=int(integers[:, 0].sum()),
-            active_experts=int(integers[:, 1].sum()),
-            weight_bytes=weight_bytes,
             lm_head_rows=self.lm_head_rows,
-            support_size=_ratio(integers[:, 2].sum(), integers[:, 3].sum()),
-            coverage=_ratio(floats[:, 0].sum(), floats[:, 1].sum()),
             fallbacks=dict(self.fallbacks),
-            per_layer=per_layer,
+            per_layer=layers,
         )
-
-
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part) / float(whole) if float(whole) else float("nan")
