@@ -61,7 +61,7 @@ class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_flash_attn = False
     # Some converted checkpoints carry rotary tables; they are computed here.
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]
-    # 4.57 leaves buffers in their own dtype and refuses names that are no modules; 5.x casts buffers unless told not to.
+    # 4.57 leaves buffers in their own dtype and refuses names that are no modules; 5.x casts buffers unless told not.
     _keep_in_fp32_modules_strict = ["expert_bias"] if int(transformers.__version__.split(".")[0]) >= 5 else None
 
     @classmethod
@@ -303,7 +303,7 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
         Args:
             labels: ``[B,S]``, -100 = ignored; the loss is the cross entropy *at* each position.
             logits_to_keep: compute logits of the last n positions (0 = all) or of the given positions (1-D tensor).
-        """  # noqa: D417
+        """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of all positions: drop logits_to_keep")
         out = self.model(
@@ -331,7 +331,7 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
             hidden_states=out.hidden_states,
             attentions=out.attentions,
             router_logits=out.router_logits,
-            **{_CACHE_FIELD: out[_CACHE_FIELD] if _CACHE_FIELD in out else None},
+            **{_CACHE_FIELD: out.get(_CACHE_FIELD)},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return result if return_dict else result.to_tuple()

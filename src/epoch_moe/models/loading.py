@@ -1,0 +1,271 @@
+"""`load_model`: a checkpoint of the package, of a local folder or of the Hugging Face Hub, without remote code."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from epoch_moe.models.checkpoint import TensorHeader, check_keys, read_config, read_headers
+from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
+
+CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+"""Folder of the checkpoints that come with the package."""
+
+_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]] = {
+    "llada2_moe": (LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM),
+}
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+}
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_ATTENTION = ("sdpa", "eager")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def register_auto_classes() -> None:
+    """Make `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` of transformers know the models of this package.
+
+    Calling it again changes nothing. `load_model` calls it; importing this package does not.
+    """
+    for model_type, (config_class, base_class, lm_class) in _FAMILIES.items():
+        AutoConfig.register(model_type, config_class, exist_ok=True)
+        AutoModel.register(config_class, base_class, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, lm_class, exist_ok=True)
+
+
+def builtin_checkpoints() -> tuple[str, ...]:
+    """Names of the checkpoints that come with the package."""
+    if not CHECKPOINTS.is_dir():
+        return ()
+    return tuple(sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file()))
+
+
+def load_model(
+    path_or_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> tuple[Any, Any]:
+    """Load a model in eval mode, and its tokenizer.
+
+    The checkpoint is checked before anything is built: every shard present and complete, every key and shape as
+    the model expects. No code from the checkpoint runs: the class follows from `model_type` in its config.json.
+
+    Args:
+        path_or_id: a name from `builtin_checkpoints`, a local folder, or a Hugging Face Hub id ``"owner/name"``, in
+            this order.
+        dtype: of the weights: ``"auto"`` (as the checkpoint stores them), ``"bfloat16"``, ``"float16"``,
+            ``"float32"`` or the torch.dtype. The router's expert bias stays fp32 always.
+        device: where the model goes; None means the CPU.
+        attn_implementation: ``"sdpa"`` or ``"eager"``; None lets transformers choose (sdpa).
+        revision: of a Hub checkpoint: branch, tag or commit.
+        local_files_only: use a Hub checkpoint from the local cache only.
+
+    Returns:
+        ``(model, tokenizer)``. A checkpoint without tokenizer files gives None and a warning.
+
+    Raises:
+        FileNotFoundError: for an unknown name or folder, missing files, or a Hub checkpoint that cannot be had.
+        ValueError: for a model type, dtype, layout or damaged file; the message quotes it.
+    """
+    target_device = _device(device)
+    requested_dtype = _dtype(dtype)
+    if attn_implementation not in (None, *_ATTENTION):
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r}: expected one of {_quoted(_ATTENTION)} or None (block-causal "
+            "masks are 4-D, which the flash kernels do not take)"
+        )
+    register_auto_classes()
+    folder = _locate(path_or_id, revision, local_files_only)
+    config_class, _, lm_class = _family(folder, read_config(folder))
+    config = config_class.from_pretrained(folder)
+    headers = read_headers(folder)
+    _check_against_model(folder, headers, lm_class, config)
+    model, info = lm_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=requested_dtype or _stored_dtype(folder, headers),
+        attn_implementation=attn_implementation,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    _check_loaded(folder, model, info)
+    model.to(target_device)
+    return model.eval(), _tokenizer(folder)
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The requested dtype; None for the checkpoint's."""
+    if dtype == "auto":
+        return None
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in _STORED_DTYPES.values():
+        raise ValueError(
+            f"dtype={dtype!r}: expected 'auto', 'bfloat16', 'float16' or 'float32', or one of these as torch.dtype"
+        )
+    return found
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: expected 'cpu', 'cuda', 'cuda:0' or another torch device") from error
+    if found.type == "meta":
+        raise ValueError("device='meta' holds no weights: expected a device such as 'cpu' or 'cuda'")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"device={str(device)!r}: torch {torch.__version__} sees {count} CUDA devices here; use device='cpu', "
+                "or install a CUDA build of torch on a machine with a GPU"
+            )
+    return found
+
+
+def _locate(path_or_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    """The folder of a built-in, local or Hub checkpoint; Hub checkpoints are downloaded."""
+    name = str(path_or_id)
+    builtin = builtin_checkpoints()
+    if name in builtin:
+        return CHECKPOINTS / name
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{name!r} is a file: expected the checkpoint's folder, {str(path.parent)!r} perhaps")
+    parts = name.split("/")
+    if isinstance(path_or_id, Path) or len(parts) != 2 or not all(parts) or name[0] in ".~":
+        raise FileNotFoundError(
+            f"no checkpoint {name!r}: expected a name from the package ({_quoted(builtin) or 'this install has none'})"
+            ", an existing local folder, or a Hugging Face Hub id 'owner/name'"
+        )
+    return _download(name, revision, local_files_only)
+
+
+def _download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # The usual cache of transformers; Python files are left out, as nothing here would run them.
+        folder = snapshot_download(
+            repo_id, revision=revision, local_files_only=local_files_only, allow_patterns=list(_DOWNLOADED)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise FileNotFoundError(
+            f"could not get {repo_id!r}{at} from the Hugging Face Hub ({type(error).__name__}: {error}). Check the name"
+            " and, for a gated model, `hf auth login`; offline, download it elsewhere with "
+            f"`hf download {repo_id}` and pass the folder"
+        ) from error
+    return Path(folder)
+
+
+def _family(
+    folder: Path, config: dict[str, Any]
+) -> tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
+    model_type = config.get("model_type")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method")
+        raise ValueError(
+            f"{folder} is quantised (quantization_config.quant_method={method!r}): expected bfloat16, float16 or "
+            "float32 weights; load the unquantised checkpoint"
+        )
+    if model_type == "llada2_moe_veomni":
+        raise ValueError(
+            f"{folder} has model_type='llada2_moe_veomni', dFactory's training layout with stacked experts: expected "
+            "'llada2_moe'; split it with dFactory's scripts/moe_convertor.py"
+        )
+    if model_type not in _FAMILIES:
+        raise ValueError(f"{folder} has model_type={model_type!r}: expected one of {_quoted(_FAMILIES)}")
+    return _FAMILIES[model_type]
+
+
+def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype:
+    # From a tensor that every family stores in the model's dtype; config.json may say something else.
+    key = next(key for key in sorted(headers) if key.endswith(("word_embeddings.weight", "embed_tokens.weight")))
+    stored = headers[key].dtype
+    if stored not in _STORED_DTYPES:
+        raise ValueError(f"{folder} stores {key} as {stored}: expected {_quoted(_STORED_DTYPES)}")
+    return _STORED_DTYPES[stored]
+
+
+def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes by state-dict key, from a model on the meta device.
+
+    With one MoE layer only: building all of a released model's modules takes longer than all other checks together,
+    and its MoE layers are alike.
+    """
+    layers = config.num_hidden_layers
+    shallow = copy.deepcopy(config)
+    shallow.num_hidden_layers = min(layers, config.first_k_dense_replace + 1)
+    with torch.device("meta"):
+        skeleton: nn.Module = lm_class(shallow)
+    shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+    last = f"model.layers.{shallow.num_hidden_layers - 1}."
+    for layer in range(shallow.num_hidden_layers, layers):
+        shapes |= {
+            f"model.layers.{layer}.{key.removeprefix(last)}": shape
+            for key, shape in list(shapes.items())
+            if key.startswith(last)
+        }
+    return shapes
+
+
+def _check_against_model(
+    folder: Path, headers: dict[str, TensorHeader], lm_class: Callable[..., Any], config: PretrainedConfig
+) -> None:
+    expected = _expected_shapes(lm_class, config)
+    optional: list[str] = []
+    if getattr(config, "tie_word_embeddings", False):
+        optional.append("lm_head.weight")
+    if not getattr(config, "moe_router_enable_expert_bias", True):
+        optional += [key for key in expected if key.endswith("expert_bias")]
+    check_keys(folder, headers, expected, optional)
+
+
+def _check_loaded(folder: Path, model: nn.Module, info: dict[str, Any]) -> None:
+    """What transformers did must agree with what the headers promised."""
+    for what in ("mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise RuntimeError(f"loading {folder}: transformers reports {what}={info[what]!r}")
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias") and buffer.dtype != torch.float32:
+            raise RuntimeError(
+                f"loading {folder}: {name} became {buffer.dtype}, which changes the choice of experts; expected "
+                "torch.float32. Please report this with your transformers version"
+            )
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        warnings.warn(
+            f"{folder} has no tokenizer files ({', '.join(_TOKENIZER_FILES)}): load_model returns None for it",
+            stacklevel=3,
+        )
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
