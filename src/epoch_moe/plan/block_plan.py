@@ -25,11 +25,13 @@ class LayerState:
         cache_MH: routed output (scaling included, shared expert not) of decoded rows; only entries whose token stamp
             matches are read.
         last_forward: number of the last forward whose outputs the cache reflects; -1 = none.
+        entered: number of the last forward that reached the layer; -1 = none.
     """
 
     support: SupportState = field(default_factory=SupportState)
     cache_MH: Tensor | None = None
     last_forward: int = -1
+    entered: int = -1
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class BlockPlan:
         changed_BN: Tensor | None,
     ) -> ForwardPlan:
         """Decide what the next forward does with its rows (see `epoch_moe.plan.liveness`)."""
+        # A copy: a caller that commits tokens into the same tensor must not change what the stamps will say.
+        ids_BS = ids_BS.to(torch.int64, copy=True)
         if self._stamps_BN is None:
             self._stamps_BN = torch.full((self.batch, self.window), NO_TOKEN, device=ids_BS.device)
         states = classify(
@@ -121,7 +125,7 @@ class BlockPlan:
             for support, flags in zip(supports, short_LG.tolist(), strict=True):
                 if any(flags):
                     support.rebuild_G = support.short_G
-                    self.counters.fallbacks["shortfall"] += sum(flags)
+                support.short_G = None
 
     def complete(self, forward: ForwardPlan) -> None:
         """Record the tokens that the caches now hold outputs for; called after a forward that did not fail."""
@@ -174,10 +178,11 @@ class ForwardPlan:
         reason = ""
         if x_TH.shape[0] != self.ids_BS.numel():
             reason = "shape"
-        elif state.last_forward == self.number:
+        elif state.entered == self.number:
             reason = "revisit"
         elif self.wants_router:
             reason = "router_logits"
+        state.entered = self.number
         if reason:
             self.counters.fallbacks[reason] += 1
             state.last_forward = -1

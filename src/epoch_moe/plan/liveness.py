@@ -106,10 +106,12 @@ def classify(
     window_BN = ids_BS[:, lead:]
     valid_BS = torch.ones_like(ids_BS, dtype=torch.bool) if valid_BS is None else valid_BS
     if live_BN is None:
-        live_BN = window_BN == mask_id
+        assert mask_id is not None
+        live_BN = window_BN.eq(mask_id)
         live_BN[:, :prefix] = False
     live_BN = live_BN & valid_BS[:, lead:]
-    cached_BN = stamps_BN == window_BN
+    # An id below zero (some callers pad with -1) is no token that an entry could have been computed for.
+    cached_BN = (stamps_BN == window_BN) & (stamps_BN != NO_TOKEN)
     if changed_BN is not None:
         cached_BN = cached_BN & ~changed_BN
     constant_BN = torch.zeros_like(cached_BN)
