@@ -23,8 +23,8 @@ from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.context import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.routing import (
-    Routing,
     RouterSpec,
+    Routing,
     Scores,
     combine_weights,
     router_logits,
@@ -60,8 +60,9 @@ class BlockSpec:
 class EpochMoEBlock(nn.Module):
     """A drop-in replacement for a released MoE block, around the same parameters.
 
-    It registers the original's children, parameters and buffers under their own names, so keys and values of
-    `state_dict` stay as they were, and forwards other attributes to the original.
+    It shares the original's dictionaries of children, parameters, buffers and hooks: keys and values of `state_dict`
+    stay as they were, hooks keep running, and whatever is replaced in one of the two is replaced in the other. Other
+    attributes are forwarded to the original.
 
     Args:
         original: the block to replace; kept, untouched but for its experts' storage, for `unpatch`.
@@ -73,13 +74,8 @@ class EpochMoEBlock(nn.Module):
 
     def __init__(self, original: nn.Module, spec: BlockSpec, slot: PlanSlot, index: int, backend: Backend = "auto"):
         super().__init__()
-        for name, child in original._modules.items():
-            self.add_module(name, child)
-        for name, parameter in original._parameters.items():
-            self.register_parameter(name, parameter)
-        for name, buffer in original._buffers.items():
-            self.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
-        self.training = original.training
+        for name in list(self.__dict__):  # what nn.Module itself keeps
+            self.__dict__[name] = original.__dict__[name]
         self.spec, self.slot, self.index, self.backend = spec, slot, index, backend
         self._original = (original,)  # in a tuple, so that it is not registered as a child
         # A block of our own model classes has stacked its experts already: share that storage.
@@ -122,8 +118,8 @@ class EpochMoEBlock(nn.Module):
     def _planned(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> Tensor:
         if torch.is_grad_enabled() and x_TH.requires_grad:
             raise RuntimeError(
-                "a block plan is active and gradients are required: reused rows have none. Decode under torch.no_grad(),"
-                " or train without a plan"
+                "a block plan is active and gradients are required: reused rows have none. Decode under "
+                "torch.no_grad(), or train without a plan"
             )
         rows, support = step.rows, step.state.support
         pools_TE = None
@@ -146,8 +142,11 @@ class EpochMoEBlock(nn.Module):
             dtype=x_TH.dtype,
             pools_RE=pools_RE,
         )
-        if support.covered_R is not None and support.natural_R is not None and support.support_GE is not None:
-            forward.counters.add_support(self.index, support.support_GE, support.covered_R, support.natural_R)
+        if support.used_G is not None:
+            assert support.support_GE is not None and support.covered_R is not None and support.natural_R is not None
+            forward.counters.add_support(
+                self.index, support.support_GE, support.used_G, support.covered_R, support.natural_R, support.short_G
+            )
         y_RH = self._experts(x_RH, routing, forward)
         assert step.state.cache_MH is not None
         return restore(y_RH, rows, step.state.cache_MH)
@@ -183,13 +182,8 @@ class EpochMoEBlock(nn.Module):
         return run_experts(x_RH, routing.ids_TK, routing.weights_TK, stacked, backend, worklist)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:
-        # `.to()` on the model replaces the tensors registered here; the original must see the same ones.
-        super()._apply(fn, recurse)
-        original = self._original[0]
-        for name in original._buffers:
-            original._buffers[name] = self._buffers[name]
-        for name in original._parameters:
-            original._parameters[name] = self._parameters[name]
+        # Through the original: its class may keep some tensors in their own dtype.
+        self._original[0]._apply(fn, recurse)
         return self
 
     def train(self, mode: bool = True) -> EpochMoEBlock:

@@ -155,6 +155,7 @@ class Counters:
     history: list[dict[str, int]] = field(default_factory=list)
     _integers: dict[torch.device, Tensor] = field(default_factory=dict)
     _floats: dict[torch.device, Tensor] = field(default_factory=dict)
+    _shortfalls: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows_L = [0] * self.num_layers
@@ -166,11 +167,21 @@ class Counters:
         totals[layer, 0] += counts_E.sum()
         totals[layer, 1] += (counts_E > 0).sum()
 
-    def add_support(self, layer: int, support_GE: Tensor, covered_R: Tensor, natural_R: Tensor) -> None:
-        """One layer's supports, and the routing weight that they held of the restricted rows."""
+    def add_support(
+        self,
+        layer: int,
+        support_GE: Tensor,
+        used_G: Tensor,
+        covered_R: Tensor,
+        natural_R: Tensor,
+        short_G: Tensor | None,
+    ) -> None:
+        """One layer's supports that restricted rows, what they held of these rows' weight, and their shortfalls."""
         totals = self._of(self._integers, support_GE.device, len(_INTEGERS), torch.int64)
-        totals[layer, 2] += support_GE.sum()
-        totals[layer, 3] += support_GE.shape[0]
+        totals[layer, 2] += (support_GE & used_G.unsqueeze(1)).sum()
+        totals[layer, 3] += used_G.sum()
+        if short_G is not None:
+            self._of(self._shortfalls, short_G.device, 1, torch.int64)[layer, 0] += short_G.sum()
         weights = self._of(self._floats, support_GE.device, len(_FLOATS), torch.float64)
         weights[layer, 0] += covered_R.sum(dtype=torch.float64)
         weights[layer, 1] += natural_R.sum(dtype=torch.float64)
@@ -189,6 +200,10 @@ class Counters:
             integers += part.cpu()
         for part in self._floats.values():
             floats += part.cpu()
+        fallbacks = Counter(self.fallbacks)
+        shortfalls = sum(int(part.sum()) for part in self._shortfalls.values())
+        if shortfalls:
+            fallbacks["shortfall"] = shortfalls
         layers = tuple(
             LayerWork(
                 rows=rows,
@@ -206,6 +221,6 @@ class Counters:
             attention_pairs=self.attention_pairs,
             dense_rows=self.dense_rows,
             lm_head_rows=self.lm_head_rows,
-            fallbacks=dict(self.fallbacks),
+            fallbacks=dict(fallbacks),
             per_layer=layers,
         )

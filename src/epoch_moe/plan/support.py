@@ -26,13 +26,16 @@ class SupportState:
         short_G: bool, supports that held too little of their rows' weight in the last forward (read on the host
             once per forward for all layers).
         rebuild_G: bool, supports to compile anew in this forward; None = none.
+        used_G: bool, supports that the restricted rows of the last forward belong to; None where there was no such
+            row. For the counters, as are the next two.
         covered_R, natural_R: fp32, routing weight of the restricted rows inside the support and in all, of the last
-            forward; None where nothing was restricted. For the counters.
+            forward; None where nothing was restricted.
     """
 
     support_GE: Tensor | None = None
     short_G: Tensor | None = None
     rebuild_G: Tensor | None = None
+    used_G: Tensor | None = None
     covered_R: Tensor | None = None
     natural_R: Tensor | None = None
 
@@ -62,7 +65,7 @@ def route_fresh(
         pools_RE: the block-pool router's own supports.
     """
     natural_RK = select(scores.selection_TE, spec, pools_RE)
-    state.short_G = state.covered_R = state.natural_R = None
+    state.short_G = state.used_G = state.covered_R = state.natural_R = None
     if not uses_support(spec, config):
         return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
     if cold or state.support_GE is None:
@@ -129,6 +132,7 @@ def _restricted(
     if state.rebuild_G is not None:
         # The forward that compiles a support anew is a cold pass for its rows.
         restricted_R = restricted_R & ~state.rebuild_G[group_R]
+    state.used_G = _per_group(restricted_R.float(), rows, config) > 0
     if config.on_miss == "expand":
         state.support_GE = _join(state.support_GE, natural_RK, restricted_R, rows, config)
         weights_RK = combine_weights(scores.combine_TE, natural_RK, spec, dtype)
