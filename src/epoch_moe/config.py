@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -59,8 +60,8 @@ class EpochConfig:
         check(
             "coverage_floor",
             self.coverage_floor is None
-            or (self.coverage_floor == 0.0 or share(self.coverage_floor))
-            and (self.coverage is None or self.coverage_floor <= self.coverage),
+            or ((self.coverage_floor == 0.0 or share(self.coverage_floor))
+            and (self.coverage is None or self.coverage_floor <= self.coverage)),
             f"None or a share in [0, coverage={self.coverage}]",
         )
         check("candidate_factor", _is_int(self.candidate_factor) and self.candidate_factor >= 1, "an integer >= 1")
@@ -87,7 +88,7 @@ class EpochConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> EpochConfig | None:
         """The configuration called ``"default"``, ``"exact"`` or ``"paper"``; None for ``"dense"`` (no plan)."""
-        makers = {"default": cls, "exact": cls.exact, "paper": cls.paper}
+        makers: dict[str, Callable[..., EpochConfig]] = {"default": cls, "exact": cls.exact, "paper": cls.paper}
         if name == "dense":
             if changes:
                 raise ValueError(f"preset 'dense' has no plan to change: got {changes}")

@@ -131,10 +131,24 @@ def _fill_deficits(support_BE: Tensor, candidates: _Candidates, target_BW: Tenso
     return support_BE
 
 
+def _group_leaders(selection_BWE: Tensor, spec: RouterSpec) -> Tensor:
+    """Ids of the two best experts of every group: ``[B,W,2G]``."""
+    num_supports, width, _ = selection_BWE.shape
+    grouped = selection_BWE.view(num_supports, width, spec.n_group, spec.group_size)
+    within = grouped.topk(min(2, spec.group_size), dim=-1).indices
+    starts_G1 = (torch.arange(spec.n_group, device=within.device) * spec.group_size).unsqueeze(1)
+    return (within + starts_G1).flatten(2)
+
+
 def _make_feasible(
     support_BE: Tensor, selection_BWE: Tensor, natural_BWK: Tensor, vote_BW: Tensor, spec: RouterSpec
 ) -> Tensor:
-    """Give every voting row K usable experts: a row that finds fewer brings its natural top-k into the support."""
+    """Give every voting row K usable experts: a row that finds fewer brings its natural top-k into the support.
+
+    A group limit can defeat even that: inside a support a group is ranked by its usable experts, so one whose second
+    best has a negative score ranks higher than it does among all experts, and may displace a natural group. Such a row
+    also brings the two best experts of every group, and with them the natural ranking of the groups.
+    """
     num_supports, width, num_experts = selection_BWE.shape
     flat_TE = selection_BWE.reshape(-1, num_experts)
     for _ in range(num_experts):
@@ -142,5 +156,8 @@ def _make_feasible(
         short_BW = (select(flat_TE, spec, per_row_TE) == NO_EXPERT).any(-1).view(num_supports, width) & vote_BW
         if not bool(short_BW.any()):
             break
-        support_BE = support_BE | _union(natural_BWK, short_BW, num_experts)
+        widened_BE = support_BE | _union(natural_BWK, short_BW, num_experts)
+        if torch.equal(widened_BE, support_BE):
+            widened_BE = support_BE | _union(_group_leaders(selection_BWE, spec), short_BW, num_experts)
+        support_BE = widened_BE
     return _with_all_where_nobody_votes(support_BE, vote_BW)

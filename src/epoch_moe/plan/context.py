@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
@@ -80,8 +81,12 @@ class Patched(Protocol):
 class DecodeContext(Protocol):
     """What a decoding loop drives; see `BlockPlanContext` for the meaning."""
 
-    counters: Counters | None
     lm_head_rows: LmHeadRows
+
+    @property
+    def counters(self) -> Counters | None:
+        """Work so far, where it is counted."""
+        ...
 
     def block(
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
@@ -242,6 +247,8 @@ class BlockPlanContext:
     ) -> None:
         if ids_BS.dim() != 2:
             raise ValueError(f"ids_BS has shape {tuple(ids_BS.shape)}: expected [sequences, rows]")
+        if lead < 0:
+            raise ValueError(f"lead={lead}: expected a number of rows, at least 0")
         if mask_id is None and live_BN is None:
             raise ValueError("pass mask_id, or live_BN for a decoder without a mask token")
         if self._plan is None:
@@ -252,9 +259,13 @@ class BlockPlanContext:
                 f"ids_BS has shape {tuple(ids_BS.shape)}: this block has {batch} sequences and a window of {window} "
                 f"rows, so with lead={lead} expected [{batch}, {lead + window}]"
             )
-        masks = (("valid_BS", valid_BS, lead + window), ("live_BN", live_BN, window), ("changed_BN", changed_BN, window))
-        for name, mask, length in masks:
-            if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != ids_BS.new_empty(0).bool().dtype):
+        masks = {
+            "valid_BS": (valid_BS, lead + window),
+            "live_BN": (live_BN, window),
+            "changed_BN": (changed_BN, window),
+        }
+        for name, (mask, length) in masks.items():
+            if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool):
                 raise ValueError(
                     f"{name} is {mask.dtype} of shape {tuple(mask.shape)}: expected bool [{batch}, {length}]"
                 )
@@ -313,4 +324,4 @@ def open_context(model: Any, plan: EpochConfig | Literal["patched"] | None = "pa
         if isinstance(plan, EpochConfig):
             raise ValueError("a plan needs patched MoE layers: call epoch_moe.patch(model) first")
         return UntrackedContext()
-    return BlockPlanContext(patched, patched.config if plan == "patched" else plan)  # type: ignore[arg-type]
+    return BlockPlanContext(patched, patched.config if plan == "patched" else plan)
