@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import pick_backend
-from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.weights import PROJECTIONS, ExpertWeights, Stacked
 from epoch_moe.families import SHAPES, describe_block
 from epoch_moe.plan.context import PlanSlot
 
@@ -102,7 +104,7 @@ class _RouterRequest:
             active.wants_router = bool(asked)
 
 
-def patch(model: nn.Module, config: EpochConfig | None | str = "default", *, strict: bool = True) -> PatchReport:
+def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, strict: bool = True) -> PatchReport:
     """Replace the MoE blocks of ``model`` by `EpochMoEBlock`, in place.
 
     The blocks keep their parameters, and `state_dict` keeps its keys and values; the experts' parameters become views
@@ -117,6 +119,7 @@ def patch(model: nn.Module, config: EpochConfig | None | str = "default", *, str
 
     Raises:
         ValueError: no MoE block of a known family (``strict``).
+            Or the configuration asks for a backend that these experts rule out.
         TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
     """
     if isinstance(config, str):
@@ -127,8 +130,12 @@ def patch(model: nn.Module, config: EpochConfig | None | str = "default", *, str
     if state is not None:
         return _update(state, config)
 
+    backend = "auto" if config is None else config.backend
     found, skipped = _find_blocks(model)
     if not found and strict:
+        if skipped:
+            reasons = "; ".join(f"{path} {reason}" for path, reason in skipped.items())
+            raise ValueError(f"{type(model).__name__} has no MoE block left to patch: {reasons}")
         looked_for = "; ".join(f"{name}: {shape}" for name, shape in SHAPES.items())
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
@@ -148,7 +155,8 @@ def patch(model: nn.Module, config: EpochConfig | None | str = "default", *, str
             skipped[path] = reason
         else:
             prepared.append((path, module, spec))
-    backend = "auto" if config is None else config.backend
+    for _, module, spec in prepared:
+        pick_backend(backend, _shapes_of(getattr(module, spec.experts)))
     for path, module, spec in prepared:
         block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend)
         if not block.weights.is_stacked():
@@ -178,8 +186,7 @@ def unpatch(model: nn.Module) -> None:
     if state.slot.active is not None:
         raise RuntimeError("a forward is under way on this model: unpatch after it")
     for path, block in state.blocks.items():
-        parent, name = _parent(model, path)
-        current = parent._modules.get(name)
+        current = _module_at(model, path)
         if current is not block:
             raise RuntimeError(
                 f"{path} is now a {type(current).__name__}, not the block that patch() put there: undo that wrapper "
@@ -199,7 +206,9 @@ def unpatch(model: nn.Module) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module, config: EpochConfig | None | str = "default", *, strict: bool = True) -> Iterator[PatchReport]:
+def patched(
+    model: nn.Module, config: EpochConfig | str | None = "default", *, strict: bool = True
+) -> Iterator[PatchReport]:
     """`patch` for the length of a ``with`` block.
 
     On a model that is patched already, the configuration is changed and changed back at the end.
@@ -213,14 +222,21 @@ def patched(model: nn.Module, config: EpochConfig | None | str = "default", *, s
         if state is None:
             unpatch(model)
         else:
-            _update(state, before)
+            _configure(state, before)
 
 
 def _update(state: PatchState, config: EpochConfig | None) -> PatchReport:
+    backend = "auto" if config is None else config.backend
+    for block in state.blocks.values():
+        pick_backend(backend, block.weights.ensure())  # refuses an impossible one before anything is changed
+    _configure(state, config)
+    return _report(state, {}, 0, 0, updated=True)
+
+
+def _configure(state: PatchState, config: EpochConfig | None) -> None:
     state.config = config
     for block in state.blocks.values():
         block.backend = "auto" if config is None else config.backend
-    return _report(state, {}, 0, 0, updated=True)
 
 
 def _find_blocks(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec]], dict[str, str]]:
@@ -244,15 +260,64 @@ def _find_blocks(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec
 
 def _refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
     """Why a block cannot be patched, or ''."""
-    if "." not in path and path == "":
+    if path == "":
         return "it is the model itself, not a layer of one"
     if hasattr(module, "_hf_hook"):
         return "accelerate has hooks on it (device_map or offload)"
+    if "forward" in module.__dict__:
+        return f"its forward was replaced by {module.__dict__['forward']!r}, which a patch would drop"
+    experts = getattr(module, spec.experts)
     try:
-        ExpertWeights(getattr(module, spec.experts)).check()
-    except TypeError as error:
+        for index, expert in enumerate(experts):
+            _check_expert(expert, f"{spec.experts}[{index}]", experts[0])
+        _check_activation(experts[0], f"{spec.experts}[0]")
+        ExpertWeights(experts).check()
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def _check_expert(expert: nn.Module, where: str, first: nn.Module) -> None:
+    """Refuse an expert that computes something else than ``down(silu(gate(x)) * up(x))`` of plain linear layers."""
+    for name in PROJECTIONS:
+        linear = getattr(expert, name, None)
+        plain = isinstance(linear, nn.Linear) and getattr(linear.forward, "__func__", None) is nn.Linear.forward
+        if not plain or linear._modules:
+            raise TypeError(
+                f"{where}.{name} is {type(linear).__name__}, not nn.Linear with its own forward: quantised, hooked, "
+                "adapter-wrapped or otherwise replaced experts are not supported"
+            )
+        shape, expected = tuple(linear.weight.shape), tuple(getattr(first, name).weight.shape)
+        if shape != expected:
+            raise ValueError(f"{where}.{name}.weight has shape {shape}, that of the first expert {expected}")
+
+
+def _check_activation(expert: nn.Module, where: str) -> None:
+    activation = getattr(expert, "act_fn", None)
+    x = torch.linspace(-4.0, 4.0, 9, device="cpu")
+    if callable(activation) and not torch.allclose(activation(x), F.silu(x), atol=1e-6):
+        raise TypeError(f"{where}.act_fn is {activation!r}: the LLaDA family's experts have silu")
+
+
+def _shapes_of(experts: Any) -> Stacked:
+    """What stacking would give, without memory, to ask whether a backend takes it."""
+    gate, down = experts[0].gate_proj.weight, experts[0].down_proj.weight
+    inner, hidden = gate.shape
+    return Stacked(
+        gate.detach()[:1, :1].expand(2 * inner, hidden).expand(len(experts), -1, -1),
+        down.detach()[:1, :1].expand(hidden, inner).expand(len(experts), -1, -1),
+    )
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, or the last one on the way there, where somebody replaced one of them."""
+    module: nn.Module = model
+    for name in path.split("."):
+        child = module._modules.get(name)
+        if child is None:
+            return module
+        module = child
+    return module
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
