@@ -4,11 +4,12 @@
     python examples/train_tiny.py --out runs/tiny --resume # go on after an interruption
     python examples/train_tiny.py --out runs/tiny --eval   # judge what was exported
 
-The model is a LLaDA2 in miniature (group-limited sigmoid router with a bias, shared expert, first layer dense), the data are
-worked answers to small problems (`epoch_moe.problems`), and the objective is that of block diffusion: a noisy copy of each
-answer block sees itself and clean copies of the blocks before it.
+The model is a LLaDA2 in miniature (group-limited sigmoid router with a bias, shared expert, first layer dense), the
+data are worked answers to small problems (`epoch_moe.problems`), and the objective is that of block diffusion: a noisy
+copy of each answer block sees itself and clean copies of the blocks before it.
 
-Shape suffixes: B packs or sequences, S rows of one, N blocks of one (S = 32 N), H hidden, V vocabulary, E experts, K top-k.
+Shape suffixes: B packs or sequences, S rows of one, A sequences not yet finished, N rows of a block, R masked rows,
+T = B x S, P (row, expert) pairs, H hidden, F expert inner size, V vocabulary, E experts, K top-k, L layers.
 """
 
 from __future__ import annotations
@@ -17,209 +18,22 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tiny_data import BLOCK, MAX_BLOCKS, PACK_BLOCKS, Batch, batches, build_tokenizer, encode, save_tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
-from epoch_moe.problems import (
-    EOS_TOKEN,
-    KINDS,
-    MAX_TOKENS,
-    TOKEN_PATTERN,
-    Problem,
-    check,
-    generate_problems,
-    vocabulary,
-)
-
-BLOCK = 32
-MAX_BLOCKS = MAX_TOKENS // BLOCK
-PACK_BLOCKS = 6
-"""Blocks in one training row: 192 rows hold one to six problems' clean and noisy blocks."""
-CHUNK = 20_000
-"""Problems generated and packed at a time; every chunk is new, so no problem is trained on twice on purpose."""
-
-
-# ---------------------------------------------------------------------------------------------------------- tokenizer
-
-
-def build_tokenizer() -> Tokenizer:
-    """Word-level tokenizer whose decode gives back the exact text; special tokens come last, as in the released models."""
-    words = vocabulary()
-    special = ["<unk>", EOS_TOKEN, "<mask>"]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, *special])}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Write tokenizer.json and a tokenizer_config.json that transformers 4 and 5 both read."""
-    tokenizer.save(str(out / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "eos_token": EOS_TOKEN,
-        "pad_token": EOS_TOKEN,
-        "mask_token": "<mask>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_TOKENS,
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-# --------------------------------------------------------------------------------------------------------------- data
-
-
-@dataclass(frozen=True)
-class Packs:
-    """Problems laid out as blocks of 32 rows, several problems to a row of `PACK_BLOCKS` blocks.
-
-    Attributes:
-        ids_MNS: tokens of M problems, ``[M, MAX_BLOCKS, 32]``, filled up with EOS.
-        prompt_M, total_M: tokens of the prompt; of prompt, answer and EOS.
-        problem_PN, block_PN: which problem and which of its blocks lies in each place of P packs; -1 where empty.
-        noisy_PN: True for the copy that gets masked.
-    """
-
-    ids_MNS: Tensor
-    prompt_M: Tensor
-    total_M: Tensor
-    problem_PN: Tensor
-    block_PN: Tensor
-    noisy_PN: Tensor
-
-
-def encode(problems: list[Problem], tokenizer: Tokenizer) -> tuple[Tensor, Tensor, Tensor]:
-    """``ids [M, MAX_TOKENS]``, prompt lengths ``[M]`` and total lengths ``[M]`` (with one EOS)."""
-    eos = tokenizer.token_to_id(EOS_TOKEN)
-    prompts = tokenizer.encode_batch_fast([p.prompt for p in problems])
-    answers = tokenizer.encode_batch_fast([p.answer for p in problems])
-    rows, prompt_lens, total_lens = [], [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = prompt.ids + answer.ids
-        if len(ids) >= MAX_TOKENS:
-            raise ValueError(f"a problem takes {len(ids)} tokens; {MAX_TOKENS - 1} fit beside the EOS")
-        rows.append(ids + [eos] * (MAX_TOKENS - len(ids)))
-        prompt_lens.append(len(prompt.ids))
-        total_lens.append(len(ids) + 1)
-    return torch.tensor(rows), torch.tensor(prompt_lens), torch.tensor(total_lens)
-
-
-def pack(problems: list[Problem], tokenizer: Tokenizer) -> Packs:
-    """Place the blocks that training needs: clean copies of all but the last block, noisy ones of all answer blocks."""
-    ids_MS, prompt_M, total_M = encode(problems, tokenizer)
-    places: list[list[tuple[int, int, bool]]] = []
-    open_packs: list[list[tuple[int, int, bool]]] = []
-    for index, (prompt_len, total_len) in enumerate(zip(prompt_M.tolist(), total_M.tolist(), strict=True)):
-        first, count = prompt_len // BLOCK, -(-total_len // BLOCK)
-        blocks = [(index, j, False) for j in range(count - 1)] + [(index, j, True) for j in range(first, count)]
-        for slot, row in enumerate(open_packs):
-            if len(row) + len(blocks) <= PACK_BLOCKS:
-                row.extend(blocks)
-                if len(row) == PACK_BLOCKS:
-                    places.append(open_packs.pop(slot))
-                break
-        else:
-            open_packs.append(blocks)
-            if len(open_packs) > 32:
-                places.append(open_packs.pop(0))
-    places.extend(open_packs)
-    table = torch.tensor([row + [(-1, 0, False)] * (PACK_BLOCKS - len(row)) for row in places])  # [P, N, 3]
-    problem_PN, block_PN, noisy_PN = table.unbind(-1)
-    return Packs(ids_MS.view(-1, MAX_BLOCKS, BLOCK), prompt_M, total_M, problem_PN, block_PN, noisy_PN.bool())
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One training batch: ``ids_BS`` with masks, ``targets_BS``, ``weight_BS`` (0 outside masked answer rows)."""
-
-    ids_BS: Tensor
-    targets_BS: Tensor
-    positions_BS: Tensor
-    mask_B1SS: Tensor
-    weight_BS: Tensor
-
-
-def noise(answer_NS: Tensor, generator: torch.Generator) -> Tensor:
-    """Which answer rows of N noisy blocks to mask: bool ``[N, 32]``.
-
-    Half of the blocks mask every row with the same probability t. The other half look like the states that decoding meets:
-    nearly everything before a frontier is known, nearly everything after it is not.
-    """
-    count, size = answer_NS.shape
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    uniform_NS = rand(count, 1).expand(count, size)
-    first_N1 = answer_NS.float().argmax(1, keepdim=True)
-    frontier_N1 = first_N1 + rand(count, 1) * (size - first_N1)
-    before_N1 = torch.where(rand(count, 1) < 0.5, 0.0, 0.2 * rand(count, 1))
-    after_N1 = torch.where(rand(count, 1) < 0.5, 1.0, 0.6 + 0.4 * rand(count, 1))
-    staged_NS = torch.where(torch.arange(size) < frontier_N1.floor(), before_N1, after_N1)
-    prob_NS = torch.where(rand(count, 1) < 0.5, uniform_NS, staged_NS)
-    return answer_NS & (rand(count, size) < prob_NS)
-
-
-def make_batch(packs: Packs, rows: Tensor, mask_id: int, tail_weight: float, generator: torch.Generator) -> Batch:
-    """Tokens, noise, positions and attention mask of the packs `rows`."""
-    problem_BN, block_BN, noisy_BN = packs.problem_PN[rows], packs.block_PN[rows], packs.noisy_PN[rows]
-    used_BN = problem_BN >= 0
-    targets_BNS = packs.ids_MNS[problem_BN.clamp_min(0), block_BN]
-    positions_BNS = block_BN.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)
-
-    prompt_BN1 = packs.prompt_M[problem_BN.clamp_min(0)].unsqueeze(-1)
-    total_BN1 = packs.total_M[problem_BN.clamp_min(0)].unsqueeze(-1)
-    answer_BNS = (positions_BNS >= prompt_BN1) & (used_BN & noisy_BN).unsqueeze(-1)
-    masked_BNS = torch.zeros_like(answer_BNS)
-    masked_BNS[noisy_BN] = noise(answer_BNS[noisy_BN], generator)
-
-    # A block counts by its answer rows, however few of them are masked: 1/t of the usual objective, with the share that
-    # was really masked in place of t, and bounded.
-    row_weight_BNS = torch.where(positions_BNS < total_BN1, 1.0, tail_weight) * answer_BNS
-    share_BN1 = masked_BNS.sum(-1, keepdim=True) / answer_BNS.sum(-1, keepdim=True).clamp_min(1)
-    weight_BNS = row_weight_BNS * masked_BNS / share_BN1.clamp_min(0.15)
-
-    same_BNN = problem_BN.unsqueeze(2) == problem_BN.unsqueeze(1)
-    query_BN1, key_B1N = block_BN.unsqueeze(2), block_BN.unsqueeze(1)
-    query_noisy_BN1, key_noisy_B1N = noisy_BN.unsqueeze(2), noisy_BN.unsqueeze(1)
-    own_BNN = (query_BN1 == key_B1N) & (query_noisy_BN1 == key_noisy_B1N)
-    before_BNN = (key_B1N < query_BN1) & ~key_noisy_B1N
-    see_BNN = same_BNN & (own_BNN | before_BNN)
-    mask_BSS = see_BNN.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    return Batch(
-        targets_BNS.masked_fill(masked_BNS, mask_id).flatten(1),
-        targets_BNS.flatten(1),
-        positions_BNS.flatten(1),
-        mask_BSS.unsqueeze(1),
-        (weight_BNS / row_weight_BNS.sum()).flatten(1),
-    )
-
-
-def batches(tokenizer: Tokenizer, batch: int, seed: int, first_step: int, tail_weight: float) -> Iterator[Batch]:
-    """Endless batches; batch number `first_step` is the same whether or not the ones before it were made."""
-    mask_id = tokenizer.token_to_id("<mask>")
-    step, chunk = 0, 0
-    while True:
-        packs = pack(generate_problems(CHUNK, seed * 100_003 + chunk, split="train"), tokenizer)
-        order = torch.randperm(len(packs.problem_PN), generator=torch.Generator().manual_seed(chunk))
-        for rows in order.split(batch)[:-1]:
-            if step >= first_step:
-                generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-                yield make_batch(packs, rows, mask_id, tail_weight, generator)
-            step += 1
-        chunk += 1
-
+from epoch_moe.problems import EOS_TOKEN, KINDS, MAX_TOKENS, Problem, check, generate_problems
 
 # -------------------------------------------------------------------------------------------------------------- model
 
@@ -262,30 +76,54 @@ def make_config(tokenizer: Tokenizer, args: argparse.Namespace) -> LLaDA2MoeConf
 
 
 class RouterBalance:
-    """Counts the pairs of each expert and nudges the routers' selection bias towards equal counts (no auxiliary loss)."""
+    """Counts each expert's pairs and nudges the routers' selection bias towards equal counts (no auxiliary loss)."""
 
     def __init__(self, model: nn.Module, rate: float):
         self.rate = rate
-        self.counts: dict[nn.Module, Tensor] = {}
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(self._count)
+        self.gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]  # type: ignore[union-attr]
+        self.counts_LE = torch.zeros(len(self.gates), self.gates[0].expert_bias.numel())
+        for index, gate in enumerate(self.gates):
+            gate.register_forward_hook(partial(self._count, index))
 
-    def _count(self, gate: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
+    def _count(self, index: int, gate: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
         if gate.training:
-            counts_E = torch.bincount(output[0].flatten(), minlength=gate.expert_bias.numel())  # type: ignore[operator]
-            self.counts[gate] = self.counts.get(gate, 0) + counts_E
+            self.counts_LE[index] += torch.bincount(output[0].flatten(), minlength=self.counts_LE.shape[1])
 
     @torch.no_grad()
-    def step(self) -> float:
-        """Move every bias by `rate` and return the worst load: the fullest expert's pairs over the mean."""
-        worst = 0.0
-        for gate, counts_E in self.counts.items():
-            mean = counts_E.float().mean()
-            gate.expert_bias += self.rate * torch.sign(mean - counts_E)  # type: ignore[operator]
-            worst = max(worst, float(counts_E.max() / mean))
-        self.counts.clear()
-        return worst
+    def step(self, factor: float) -> float:
+        """Move every bias by `rate * factor` and return the worst load: the fullest expert's pairs over the mean."""
+        mean_L1 = self.counts_LE.mean(1, keepdim=True)
+        for gate, nudge_E in zip(self.gates, torch.sign(mean_L1 - self.counts_LE), strict=True):
+            gate.expert_bias += factor * self.rate * nudge_E
+        return float((self.counts_LE / mean_L1).max())
+
+
+class FlatGradients:
+    """All gradients as views of one buffer, with the routers' counts behind them: one collective per step.
+
+    One worker per core with one thread each beats two threads in one process: most operations here are too short to be
+    worth splitting, and a thread that loses its core to another program would hold up the other one hundreds of times a
+    step.
+    """
+
+    def __init__(self, params: list[nn.Parameter], balance: RouterBalance):
+        sizes = [p.numel() for p in params]
+        self.buffer = torch.zeros(sum(sizes) + balance.counts_LE.numel())
+        *grads, counts = self.buffer.split([*sizes, balance.counts_LE.numel()])
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.view_as(param)
+        self.gradients = self.buffer[: sum(sizes)]
+        balance.counts_LE = counts.view_as(balance.counts_LE)
+
+    def reduce_and_clip(self, workers: int, limit: float = 1.0) -> float:
+        """Average over the workers, limit the norm, and return what it was."""
+        if workers > 1:
+            dist.all_reduce(self.buffer)
+            self.gradients /= workers
+        norm = float(self.gradients.norm())
+        if norm > limit:
+            self.gradients *= limit / norm
+        return norm
 
 
 class Muon(torch.optim.Optimizer):
@@ -313,7 +151,7 @@ class Muon(torch.optim.Optimizer):
                         state["momentum"] = torch.zeros_like(param)
                     state["momentum"].lerp_(param.grad, 1 - group["momentum"])
                     updates.append(param.grad.lerp(state["momentum"], group["momentum"]).reshape(-1, *shape))
-                # The factor gives an update the root mean square of an AdamW step, so that both share one learning rate.
+                # The factor gives an update the size of an AdamW step, so that both share one learning rate.
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
                 orthogonal = self._orthogonalise(torch.cat(updates)).split([len(u) for u in updates])
                 for param, update in zip(params, orthogonal, strict=True):
@@ -325,11 +163,12 @@ class Muon(torch.optim.Optimizer):
         """Five Newton-Schulz steps towards the nearest matrix with all singular values one."""
         tall = x_EMN.shape[-2] > x_EMN.shape[-1]
         x_EMN = x_EMN.mT if tall else x_EMN
-        x_EMN = x_EMN / (x_EMN.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        x_EMN = (x_EMN / (x_EMN.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
         for _ in range(5):
             gram = x_EMN @ x_EMN.mT
-            x_EMN = 3.4445 * x_EMN + (-4.7750 * gram + 2.0315 * gram @ gram) @ x_EMN
-        return x_EMN.mT if tall else x_EMN
+            poly = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+            x_EMN = torch.baddbmm(x_EMN, poly, x_EMN, beta=3.4445)
+        return (x_EMN.mT if tall else x_EMN).float()
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -358,8 +197,8 @@ class Score:
         cold = " ".join(f"{e:.1f}" for e in self.experts_cold)
         mean = " ".join(f"{e:.1f}" for e in self.experts_mean)
         return (
-            f"exact {sum(right) / len(right):.1%} of {len(right)}, {tokens / forwards:.2f} tokens/forward | {', '.join(parts)}"
-            f" | experts per block: first forward {cold}, all forwards {mean}"
+            f"exact {sum(right) / len(right):.1%} of {len(right)}, {tokens / forwards:.2f} tokens/forward | "
+            f"{', '.join(parts)} | experts per block: first forward {cold}, all forwards {mean}"
         )
 
 
@@ -385,12 +224,15 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
     active_B = torch.ones_like(cold_B)
     while active_B.any():
         rows = active_B.nonzero().squeeze(1)
-        ids_AS = ids_BS[rows]
+        end = (int(block_B[rows].max()) + 1) * BLOCK
+        ids_AS = ids_BS[rows, :end]
         chosen.clear()
         hidden = model.model(
-            input_ids=ids_AS, attention_mask=mask_11SS, position_ids=positions_S.expand_as(ids_AS)
+            input_ids=ids_AS,
+            attention_mask=mask_11SS[..., :end, :end],
+            position_ids=positions_S[:end].expand_as(ids_AS),
         ).last_hidden_state
-        own_AS = block_S == block_B[rows].unsqueeze(1)
+        own_AS = block_S[:end] == block_B[rows].unsqueeze(1)
         probs, tokens = model.lm_head(hidden[own_AS]).float().softmax(-1).max(-1)  # type: ignore[operator]
         ids_AN = ids_AS[own_AS].view(-1, BLOCK)
         masked_AN = ids_AN == mask_id
@@ -398,13 +240,13 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
         take_AN = (conf_AN > threshold) | (conf_AN == conf_AN.amax(1, keepdim=True))
         ids_AN = torch.where(take_AN & masked_AN, tokens.view(-1, BLOCK), ids_AN)
         ids_AS[own_AS] = ids_AN.flatten()
-        ids_BS[rows] = ids_AS
+        ids_BS[rows, :end] = ids_AS
         forwards_B[rows] += 1
 
         used = []
         for topk_TK in chosen:
-            used_ANE = F.one_hot(topk_TK.view(len(rows), MAX_TOKENS, -1)[own_AS], num_experts).view(len(rows), -1, num_experts)
-            used.append((used_ANE.sum(1) > 0).sum(-1).float())
+            own_AP = topk_TK.view(len(rows), end, -1)[own_AS].view(len(rows), -1)
+            used.append((F.one_hot(own_AP, num_experts).sum(1) > 0).sum(-1).float())
         used_LA = torch.stack(used)
         counts_all.append(used_LA)
         counts_cold.append(used_LA[:, cold_B[rows]])
@@ -419,7 +261,8 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
     model.train(was_training)
 
     score = Score(defaultdict(list), defaultdict(list), defaultdict(list), [], [], [])
-    for problem, ids, start, forwards in zip(problems, ids_BS.tolist(), prompt_B.tolist(), forwards_B.tolist(), strict=True):
+    decoded = zip(problems, ids_BS.tolist(), prompt_B.tolist(), forwards_B.tolist(), strict=True)
+    for problem, ids, start, forwards in decoded:
         text = tokenizer.decode(ids[start:], skip_special_tokens=False)
         right = check(problem, text)
         answer = ids[start:]
@@ -434,6 +277,14 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
 
 
 # ----------------------------------------------------------------------------------------------------------- training
+
+
+def grouped_query_attention(
+    _module: nn.Module, q_BNSD: Tensor, k_BnSD: Tensor, v_BnSD: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """torch's attention without the copies of keys and values that transformers makes for grouped queries."""
+    out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BnSD, v_BnSD, mask, scale=scaling, enable_gqa=True)
+    return out_BNSD.transpose(1, 2), None
 
 
 def stack_for_training(model: nn.Module) -> list[nn.Parameter]:
@@ -485,7 +336,9 @@ def grouped_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_E2
     return torch.einsum("tk,tkh->th", weights_TK, out_TKH)
 
 
-def make_optimizers(model: nn.Module, experts: list[nn.Parameter], args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: nn.Module, experts: list[nn.Parameter], args: argparse.Namespace
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between hidden states (experts included), AdamW for embeddings, head, gates and norms."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     adam = [p for n, p in named if p.dim() < 2 or any(k in n for k in ("word_embeddings", "lm_head", "mlp.gate."))]
@@ -515,63 +368,67 @@ def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
     return loss, right
 
 
-def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Train, print a line now and then, keep `state.pt` for --resume and export at the end."""
+def train(rank: int, args: argparse.Namespace) -> None:
+    """One worker: train, and on rank 0 print a line now and then, keep `state.pt` for --resume and export."""
+    torch.set_num_threads(args.threads)
+    if args.workers > 1:
+        dist.init_process_group("gloo", init_method=f"file://{args.rendezvous}", rank=rank, world_size=args.workers)
+    tokenizer = build_tokenizer()
     torch.manual_seed(args.seed)
+    AttentionInterface.register("grouped_query", grouped_query_attention)
     model = LLaDA2MoeModelLM(make_config(tokenizer, args)).float().train()
+    model.config._attn_implementation = "grouped_query"
     experts = stack_for_training(model)
     optimizers = make_optimizers(model, experts, args)
     balance = RouterBalance(model, args.balance_rate)
+    gradients = FlatGradients([p for o in optimizers for g in o.param_groups for p in g["params"]], balance)
     state_path = args.out / "state.pt"
     first_step, elapsed = 0, 0.0
     if args.resume and state_path.exists():
         state = torch.load(state_path, weights_only=True)
-        with torch.no_grad():
-            model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first_step, elapsed = state["step"], state["elapsed"]
-        print(f"resumed at step {first_step} after {elapsed / 60:.1f} min", flush=True)
     problems = generate_problems(args.eval_problems, 1, split="held_out")
-    count = sum(p.numel() for n, p in model.named_parameters())
-    print(f"{count:,} parameters, {args.steps} steps", flush=True)
+    if rank == 0:
+        count = sum(p.numel() for p in model.parameters())
+        print(f"{count:,} parameters, steps {first_step} to {args.steps}, {elapsed / 60:.1f} min so far", flush=True)
 
     began = last = time.monotonic() - elapsed
     saved_at, log, rows = time.monotonic(), [0.0, 0.0, 0.0], 0
-    for step, batch in enumerate(batches(tokenizer, args.batch, args.seed, first_step, args.tail_weight), first_step):
-        progress = max(step / args.steps, (time.monotonic() - began) / 60 / args.minutes if args.minutes else 0.0)
-        finished = progress >= 1
-        if finished or (time.monotonic() - saved_at > 120 and step > first_step):
-            saved_at = time.monotonic()
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-                "step": step,
-                "elapsed": saved_at - began,
-            }
-            torch.save(state, state_path.with_suffix(".tmp"))
+    for step, batch in enumerate(batches(tokenizer, args, rank, first_step), first_step):
+        now = time.monotonic()
+        if rank == 0 and (step == args.steps or (now - saved_at > 120 and step > first_step)):
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(state | {"step": step, "elapsed": now - began}, state_path.with_suffix(".tmp"))
             state_path.with_suffix(".tmp").replace(state_path)
-        if finished:
+            saved_at = now
+        if step == args.steps:
             break
+        factor = learning_rate(step / args.steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * learning_rate(progress)
+                group["lr"] = args.lr * factor
+        gradients.buffer.zero_()
         loss, right = loss_and_accuracy(model, batch)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], 1.0)
+        norm = gradients.reduce_and_clip(args.workers)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        load = balance.step()
+        load = balance.step(factor)
+        if rank > 0:
+            continue
 
-        log = [a + b for a, b in zip(log, (loss.item(), right, norm.item()), strict=True)]
-        rows += batch.ids_BS.numel()
+        log = [a + b for a, b in zip(log, (loss.item(), right, norm), strict=True)]
+        rows += batch.ids_BS.numel() * args.workers
         if (step + 1) % args.log_every == 0:
             now = time.monotonic()
             means = [x / args.log_every for x in log]
             print(
-                f"step {step + 1} {(now - began) / 60:.1f} min loss {means[0]:.4f} acc {means[1]:.3f} grad {means[2]:.2f} "
-                f"load {load:.1f} rows/s {rows / (now - last):.0f} steps/s {args.log_every / (now - last):.2f}",
+                f"step {step + 1} {(now - began) / 60:.1f} min loss {means[0]:.4f} acc {means[1]:.3f} "
+                f"grad {means[2]:.2f} load {load:.1f} tokens/s {rows / (now - last):.0f} "
+                f"steps/s {args.log_every / (now - last):.2f}",
                 flush=True,
             )
             last, log, rows = now, [0.0, 0.0, 0.0], 0
@@ -579,8 +436,8 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             print("  held out:", evaluate(model, tokenizer, problems).line(), flush=True)
             export(model, tokenizer, args.out / "checkpoint")
             last = time.monotonic()
-    export(model, tokenizer, args.out / "checkpoint")
-    judge(args, tokenizer)
+    if rank == 0:
+        export(model, tokenizer, args.out / "checkpoint")
 
 
 def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
@@ -615,7 +472,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
     parser.add_argument("--steps", type=int, default=12_000, help="optimizer steps; the schedule ends there")
-    parser.add_argument("--minutes", type=float, help="end earlier, with the schedule stretched over this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
@@ -624,23 +480,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--expert-inner", type=int, default=32)
     parser.add_argument("--dense-inner", type=int, default=384)
-    parser.add_argument("--batch", type=int, default=16, help=f"rows of {PACK_BLOCKS * BLOCK} tokens per step")
+    parser.add_argument("--batch", type=int, default=8, help=f"rows of {PACK_BLOCKS * BLOCK} tokens per worker")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")
-    parser.add_argument("--balance-rate", type=float, default=1e-3, help="step of the routers' biases")
+    parser.add_argument("--balance-rate", type=float, default=3e-3, help="step of the routers' biases")
     parser.add_argument("--tail-weight", type=float, default=0.2, help="weight of rows after the EOS")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="processes that share a step")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--eval-every", type=int, default=500)
     parser.add_argument("--eval-problems", type=int, default=100)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    tokenizer = build_tokenizer()
-    if args.eval:
-        judge(args, tokenizer)
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    train(args, tokenizer)
+    if not args.eval:
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.rendezvous = args.out.absolute() / f"rendezvous-{time.time_ns()}"
+        torch.multiprocessing.spawn(train, (args,), nprocs=args.workers)
+    torch.set_num_threads(args.threads * args.workers)
+    judge(args, build_tokenizer())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Small reasoning problems with exact answers, for training and judging tiny checkpoints.
 
-Every answer is worked out step by step, and each step needs the result of the one before it. Numbers are not padded, so a
-later token's position depends on earlier results too. A block-diffusion decoder therefore commits a few tokens per forward
-on them, as it does on real text, instead of filling a block at once.
+Every answer is worked out step by step, and each step needs the result of the one before it. Numbers are not padded, so
+a later token's position depends on earlier results too. A block-diffusion decoder therefore commits a few tokens per
+forward on them, as it does on real text, instead of filling a block at once.
 
-The text is lower case and uses only what `TOKEN_PATTERN` splits: words with their leading space, single digits, single spaces
-and single marks. Held-out problems never appear in the training split: a hash of the prompt decides which split owns it.
+The text is lower case and made of what `TOKEN_PATTERN` splits: words with their leading space, digits, spaces and
+marks. Held-out problems never appear in the training split: a checksum of the prompt decides which split owns it.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ def is_held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 100 < _HELD_OUT_PER_100
 
 
-def generate_problems(
-    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out"
-) -> list[Problem]:
+def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out") -> list[Problem]:
     """`n` problems, the same for the same arguments, drawn from `kinds` in their fixed proportions.
 
     Args:
@@ -165,7 +163,7 @@ def generate_problems(
     while len(problems) < n:
         kind = rng.choices(kinds, weights)[0]
         prompt, answer = _MAKERS[kind][1](rng)
-        # A problem of the other split is drawn again with the same kind distribution: the split does not depend on the kind.
+        # A problem of the other split is dropped, and the next one drawn from all kinds: the split favours none.
         if is_held_out(prompt) == (split == "held_out"):
             problems.append(Problem(kind, prompt, answer))
     return problems

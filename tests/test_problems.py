@@ -1,0 +1,157 @@
+"""The problem generator: deterministic, split cleanly, right, and of the promised length; and its tokenizer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import epoch_moe.problems as problems_module
+from epoch_moe.problems import (
+    EOS_TOKEN,
+    KINDS,
+    MAX_TOKENS,
+    TOKEN_PATTERN,
+    Problem,
+    check,
+    generate_problems,
+    is_held_out,
+    vocabulary,
+)
+
+CHECKPOINT = Path(problems_module.__file__).parent / "checkpoints" / "tiny-llada2"
+SAMPLE = generate_problems(3000, seed=7, split="train") + generate_problems(1000, seed=7)
+
+
+def solve(problem: Problem) -> str:
+    """The answer, worked out from the prompt's text alone and by other means than the generator's."""
+    numbers = [int(x) for x in re.findall(r"\d+", problem.prompt)]
+    if problem.kind == "sort":
+        return " ".join(str(d) for d in range(10) for _ in range(numbers.count(d)))
+    if problem.kind == "reverse":
+        return " ".join(reversed(problem.prompt[len("reverse ") : -1].split()))
+    if problem.kind == "totals":
+        return " ".join(str(sum(numbers[:i])) for i in range(1, len(numbers) + 1))
+    if problem.kind == "trade":
+        return _solve_trade(problem.prompt)
+    if problem.kind == "chain":
+        terms = re.findall(r"[+-]?\d", problem.prompt)
+        return terms[0] + "".join(f"{t}={eval(''.join(terms[: i + 2]))}" for i, t in enumerate(terms[1:]))
+    if problem.kind == "sum":
+        terms = [str(numbers[0])] + [f"+{n}" for n in numbers[1:]]
+        tail = f"{sum(numbers)}"
+    else:
+        verbs = re.findall(r" s?he (\w+) (\d)", problem.prompt)
+        terms = [str(numbers[0])] + [("+" if v in ("buys", "finds", "gets", "makes") else "-") + n for v, n in verbs]
+        name, thing = re.match(r"(\w+) has \d (\w+)\.", problem.prompt).groups()
+        tail = f"{name} has {eval(''.join(terms))} {thing}."
+    steps = [f"{eval(''.join(terms[:i]))}{terms[i]}={eval(''.join(terms[: i + 1]))}" for i in range(1, len(terms))]
+    return f"{' '.join(steps)} so {tail}"
+
+
+def _solve_trade(prompt: str) -> str:
+    first, x, second, y = re.match(r"(\w+) has (\d) and (\w+) has (\d) ", prompt).groups()
+    held = {first: int(x), second: int(y)}
+    words = []
+    for giver, taker, count in re.findall(r"(\w+) gives (\w+) (\d)", prompt):
+        words.append(f"{giver} {held[giver]}-{count}={held[giver] - int(count)}")
+        words.append(f"{taker} {held[taker]}+{count}={held[taker] + int(count)}")
+        held = {giver: held[giver] - int(count), taker: held[taker] + int(count)}
+        assert min(held.values()) >= 0
+    return f"{' '.join(words)} so {first} {held[first]} {second} {held[second]}"
+
+
+def test_answers_are_exact() -> None:
+    """An independent evaluator agrees with every answer, of every kind."""
+    assert {p.kind for p in SAMPLE} == set(KINDS)
+    for problem in SAMPLE:
+        assert solve(problem) == problem.answer, problem
+
+
+def test_numbers_stay_small() -> None:
+    """One-digit operands in the prompt, results of at most two digits and never negative or padded."""
+    for problem in SAMPLE:
+        assert not re.search(r"\d\d", problem.prompt), problem
+        assert not re.search(r"\d\d\d|\b0\d|=-", problem.answer), problem
+
+
+def test_deterministic_across_processes() -> None:
+    """The same arguments give the same problems, also under another hash seed."""
+    code = "from epoch_moe.problems import generate_problems as g; print(g(50, 3), g(50, 3, split='train'))"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(problems_module.__file__).parents[1])},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert outputs == {f"{generate_problems(50, 3)} {generate_problems(50, 3, split='train')}\n"}
+    assert generate_problems(50, 3) != generate_problems(50, 4)
+
+
+def test_splits_are_disjoint() -> None:
+    """The split is a function of the prompt, and both sides hold what they should."""
+    train = {p.prompt for p in generate_problems(5000, 0, split="train")}
+    held_out = {p.prompt for p in generate_problems(2000, 0)}
+    assert not train & held_out
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, train))
+
+
+def test_lengths() -> None:
+    """Everything fits in three blocks; answers are long enough to need several forwards; prompts end inside a block."""
+    tokens = re.compile(TOKEN_PATTERN)
+    known = set(vocabulary())
+    answer_lengths, prompt_lengths = [], set()
+    for problem in SAMPLE:
+        prompt, answer = tokens.findall(problem.prompt), tokens.findall(problem.answer)
+        assert tokens.findall(problem.prompt + problem.answer) == prompt + answer, problem
+        assert set(prompt + answer) <= known, set(prompt + answer) - known
+        assert len(prompt) + len(answer) + 1 <= MAX_TOKENS, problem
+        answer_lengths.append(len(answer))
+        prompt_lengths.add(len(prompt))
+    assert sum(20 <= n <= 60 for n in answer_lengths) > 0.7 * len(answer_lengths)
+    assert len(prompt_lengths) > 10 and len(known) == len(vocabulary()) <= 188
+
+
+def test_kinds_and_bad_arguments() -> None:
+    """`kinds` restricts, and mistakes are named."""
+    assert {p.kind for p in generate_problems(40, 0, kinds=("sum", "sort"))} == {"sum", "sort"}
+    with pytest.raises(ValueError, match="'mul'"):
+        generate_problems(1, 0, kinds=("mul",))
+    with pytest.raises(ValueError, match="'test'"):
+        generate_problems(1, 0, split="test")
+
+
+def test_check_cuts_at_eos_only() -> None:
+    """What follows the first EOS is ignored; anything else must match to the letter."""
+    problem = Problem("sum", "sum 1 2:", "1+2=3 so 3")
+    assert check(problem, "1+2=3 so 3")
+    assert check(problem, f"1+2=3 so 3{EOS_TOKEN}{EOS_TOKEN} so")
+    for wrong in ("1+2=3 so 3 ", "1+2=3 so 4", f"1+2=3{EOS_TOKEN} so 3", ""):
+        assert not check(problem, wrong)
+
+
+@pytest.mark.skipif(not (CHECKPOINT / "tokenizer.json").exists(), reason="the tiny checkpoint is not installed")
+def test_tokenizer_round_trip() -> None:
+    """transformers loads the shipped tokenizer, it splits as TOKEN_PATTERN does, and decoding gives the text back."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    pattern = re.compile(TOKEN_PATTERN)
+    for problem in SAMPLE[:500]:
+        for text in (problem.prompt, problem.answer):
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.convert_ids_to_tokens(ids) == pattern.findall(text)
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.pad_token == tokenizer.eos_token == EOS_TOKEN
+    assert tokenizer.mask_token_id == tokenizer.eos_token_id + 1 == len(tokenizer) - 1
+    answer = SAMPLE[0].answer
+    tail = tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id] * 3
+    assert check(SAMPLE[0], tokenizer.decode(tail))
+    assert tokenizer.decode(tail, skip_special_tokens=True) == answer
