@@ -156,6 +156,8 @@ class ExpertWeights:
                         f"{first.device}: all experts of a layer must agree"
                     )
 
+    # Tensors made in inference mode could never be trained, and the parameters become views of these.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _stack(self) -> None:
         self.check()
