@@ -226,7 +226,8 @@ class LLaDA2MoeSparseMoeBlock(nn.Module):
         out = routed_TH.view(batch, seq_len, hidden)
         if self.config.num_shared_experts:
             out = out + self.shared_experts(hidden_states)
-        return out, (logits_TE.view(batch, seq_len, -1), ids_TK.view(batch, seq_len, -1))
+        logits_BSE = logits_TE.view(batch, seq_len, self.gate.num_experts)
+        return out, (logits_BSE, ids_TK.view(batch, seq_len, self.num_experts_per_tok))
 
 
 def eager_attention(
@@ -283,7 +284,8 @@ class LLaDA2MoeAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """``[B,S,H] -> [B,S,H]`` and, with eager attention, the weights ``[B,N,S,KV]``."""
         batch, seq_len, _ = hidden_states.shape
-        heads = self.query_key_value(hidden_states).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
+        num_all = self.num_heads + 2 * self.num_key_value_heads  # sizes in full: -1 is ambiguous for 0 rows
+        heads = self.query_key_value(hidden_states).view(batch, seq_len, num_all, self.head_dim).transpose(1, 2)
         query, key, value = heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], dim=1)
         if self.config.use_qk_norm:
             query, key = self.query_layernorm(query), self.key_layernorm(key)
@@ -291,7 +293,8 @@ class LLaDA2MoeAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = eager_attention
-        if self.config._attn_implementation != "eager":
+        # transformers' sdpa cannot reshape 0 sequences.
+        if self.config._attn_implementation != "eager" and hidden_states.numel():
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(
             self,
@@ -303,7 +306,7 @@ class LLaDA2MoeAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.dense(out.reshape(batch, seq_len, -1)), weights
+        return self.dense(out.reshape(batch, seq_len, self.num_heads * self.head_dim)), weights
 
 
 class LLaDA2MoeDecoderLayer(nn.Module):

@@ -1,0 +1,46 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import Golden, load_golden
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden() -> Callable[[str], Golden]:
+    """Loader of a golden folder by name; treat its tensors as read-only."""
+    return load_golden
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floating-point memory holds NaN, so that reading it shows."""
+
+    def poison(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: object, **kwargs: object) -> Tensor:
+            out = original(*args, **kwargs)
+            if out.is_floating_point():
+                with torch.no_grad():
+                    out.detach().fill_(float("nan"))
+            return out
+
+        return allocate
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

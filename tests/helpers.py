@@ -1,0 +1,87 @@
+"""What several tests need: golden data, masks and error measures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A tiny checkpoint and what the released code computed for it.
+
+    Attributes:
+        folder: of the checkpoint.
+        config: its config.json.
+        weights: its tensors by state-dict key.
+        forward: `input_ids`, `logits` and per MoE layer `layer{i}.moe_in`, `.moe_out` and so on.
+        about: forward.json.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    forward: dict[str, Tensor]
+    about: dict[str, Any]
+
+    @property
+    def moe_layers(self) -> list[int]:
+        return sorted(int(key[5:].split(".")[0]) for key in self.forward if key.endswith(".moe_in"))
+
+    def mask(self) -> Tensor:
+        """The bool block-causal mask [1,1,S,S] of the LLaDA2 forwards."""
+        return block_causal(self.forward["input_ids"].shape[1], self.about["block_length"])
+
+
+@lru_cache(maxsize=None)
+def load_golden(name: str) -> Golden:
+    folder = GOLDEN / name
+    return Golden(
+        folder=folder,
+        config=json.loads((folder / "config.json").read_text()),
+        weights=load_file(folder / "model.safetensors"),
+        forward=load_file(folder / "forward.safetensors"),
+        about=json.loads((folder / "forward.json").read_text()),
+    )
+
+
+def block_causal(seq_len: int, block: int) -> Tensor:
+    """Bool [1,1,S,S], True where the key's block is not after the query's."""
+    blocks = torch.arange(seq_len) // block
+    return (blocks[None, :] <= blocks[:, None])[None, None]
+
+
+def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value; infinite for NaN."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if actual.numel() == 0:
+        return 0.0
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    return float(error.nan_to_num(float("inf")))
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    error = (actual.double() - expected.double()).pow(2).mean().sqrt() / expected.double().pow(2).mean().sqrt()
+    return float(error.nan_to_num(float("inf")))
+
+
+def assert_golden(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """fp32 within 1e-5 relative, bf16 within 2e-2 relative RMS."""
+    if dtype == torch.float32:
+        assert relative_error(actual, expected) < 1e-5
+    else:
+        assert relative_rms(actual, expected) < 2e-2
