@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,8 +24,14 @@ def golden() -> Callable[[str], Golden]:
 
 
 @pytest.fixture
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised floating-point memory holds NaN, so that reading it shows."""
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised floating-point memory holds NaN, so that reading it shows.
+
+    Deterministic mode fills what torch itself allocates; the patches fill what Python code asks for in any mode.
+    """
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
     def poison(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate(*args: object, **kwargs: object) -> Tensor:
@@ -44,3 +50,5 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+    yield
+    torch.use_deterministic_algorithms(was_deterministic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Golden:
         return block_causal(self.forward["input_ids"].shape[1], self.about["block_length"])
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_golden(name: str) -> Golden:
     folder = GOLDEN / name
     return Golden(

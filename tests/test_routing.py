@@ -63,15 +63,14 @@ def selections(draw: st.DrawFn) -> tuple[RouterSpec, Tensor, Tensor | None]:
     topk_group = draw(st.integers(1, n_group))
     top_k = draw(st.integers(1, topk_group * (num_experts // n_group)))
     extra = {"expert_capacity": num_experts, "block_size": 4} if kind == "block_pool" else {}
-    spec = RouterSpec(
-        kind=kind, num_experts=num_experts, top_k=top_k, n_group=n_group, topk_group=topk_group, **extra
-    )
+    spec = RouterSpec(kind=kind, num_experts=num_experts, top_k=top_k, n_group=n_group, topk_group=topk_group, **extra)
     rows = draw(st.integers(0, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     # Distinct multiples of a power of two: no ties, and sums of two are exact.
-    steps = torch.stack([torch.randperm(4096, generator=generator)[:num_experts] for _ in range(rows)] or [
-        torch.zeros(num_experts, dtype=torch.long)
-    ])[:rows]
+    steps = torch.stack(
+        [torch.randperm(4096, generator=generator)[:num_experts] for _ in range(rows)]
+        or [torch.zeros(num_experts, dtype=torch.long)]
+    )[:rows]
     scores = steps.float() / 2048 - draw(st.sampled_from([0.0, 1.0, 2.5]))
     support = draw(st.sampled_from(["none", "shared", "per_row"]))
     if support == "none":
@@ -135,7 +134,9 @@ def test_llada2_golden(name: str) -> None:
             scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
             pools = sequence_pools(scores.selection_TE, spec, x_BSH.shape[0])
         routing, scores = route(x_TH, weight_EH, bias_E, spec, pools)
-        torch.testing.assert_close(scores.logits_TE, golden.forward[f"layer{layer}.router_logits"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            scores.logits_TE, golden.forward[f"layer{layer}.router_logits"], rtol=1e-5, atol=1e-6
+        )
         ids, order = routing.ids_TK.sort(-1)
         golden_ids, golden_order = golden.forward[f"layer{layer}.topk_idx"].sort(-1)
         assert torch.equal(ids, golden_ids)

@@ -80,9 +80,7 @@ def test_padding_on_the_left_is_as_if_dropped(model: LLaDA2MoeModelLM, ids: Tens
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_bool_mask_equals_additive_mask(
-    model: LLaDA2MoeModelLM, ids: Tensor, attention: str, heads: int
-) -> None:
+def test_bool_mask_equals_additive_mask(model: LLaDA2MoeModelLM, ids: Tensor, attention: str, heads: int) -> None:
     model.set_attn_implementation(attention)
     mask = block_causal(24, 8).repeat(2, heads, 1, 1)
     mask[1, :, :, :3] = False
@@ -105,9 +103,7 @@ def test_block_causal_mask_hides_later_blocks(model: LLaDA2MoeModelLM, ids: Tens
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["bool", "additive", "padding", "bf16"])
-def test_rows_that_see_nothing_stay_finite(
-    model: LLaDA2MoeModelLM, ids: Tensor, attention: str, kind: str
-) -> None:
+def test_rows_that_see_nothing_stay_finite(model: LLaDA2MoeModelLM, ids: Tensor, attention: str, kind: str) -> None:
     model.set_attn_implementation(attention)
     mask = torch.ones(2, 1, 24, 24, dtype=torch.bool)
     mask[1, :, :, :5] = False
@@ -192,9 +188,7 @@ def test_cached_block_with_explicit_masks_and_positions(model: LLaDA2MoeModelLM,
         cache = DynamicCache()
         logits_of(model, ids[:, :16], past_key_values=cache, attention_mask=block_causal(16, 8))
         positions = torch.arange(16, 24)[None]
-        block = logits_of(
-            model, ids[:, 16:], past_key_values=cache, attention_mask=mask, position_ids=positions
-        )
+        block = logits_of(model, ids[:, 16:], past_key_values=cache, attention_mask=mask, position_ids=positions)
         assert relative_error(block, full[:, 16:]) < 1e-5
 
 

@@ -97,5 +97,10 @@ def run_experts(
     if worklist is None:
         worklist = build_worklist(ids_RK, stacked.down_EHF.shape[0])
     x_PH = x_RH[worklist.row_P]
+    if x_PH.requires_grad:
+        # The backward of a grouped product leaves the rows behind the last segment uninitialised. They belong to empty
+        # pairs of real rows: this fill passes zeros back for them.
+        behind_P = torch.arange(x_PH.shape[0], device=x_PH.device) >= worklist.offsets_E[-1]
+        x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
     segments = _segments_grouped if backend == "grouped" else _segments_loop
     return combine(segments(x_PH, stacked, worklist), weights_RK, worklist, x_RH.dtype)

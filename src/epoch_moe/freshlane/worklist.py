@@ -60,7 +60,9 @@ def combine(pairs_PH: Tensor, weights_RK: Tensor, worklist: Worklist, dtype: tor
     """Weighted sum over the K pairs of each row, fp32, in slot order, rounded once to ``dtype``: ``[R,H]``.
 
     Rows of ``pairs_PH`` behind the last segment are uninitialised memory, so empty pairs are replaced by zeros rather
-    than multiplied by a zero weight (0 x NaN is NaN).
+    than multiplied by a zero weight (0 x NaN is NaN), and before the product: its gradient by the weights would be NaN
+    otherwise.
     """
-    gathered_RKH = pairs_PH[worklist.rank_RK].float() * weights_RK.unsqueeze(-1)
-    return gathered_RKH.masked_fill(~worklist.valid_RK.unsqueeze(-1), 0.0).sum(dim=1).to(dtype)
+    empty_RK = ~worklist.valid_RK
+    gathered_RKH = pairs_PH[worklist.rank_RK].float().masked_fill(empty_RK.unsqueeze(-1), 0.0)
+    return (gathered_RKH * weights_RK.masked_fill(empty_RK, 0.0).unsqueeze(-1)).sum(dim=1).to(dtype)
