@@ -26,7 +26,7 @@ _HOMES = {
     "unpatch": "epoch_moe.patching",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from epoch_moe.block import BlockSpec, EpochMoEBlock

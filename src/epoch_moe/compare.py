@@ -74,6 +74,7 @@ def compare(
     config: EpochConfig,
     *,
     batch_size: int = 1,
+    samples: int = 0,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -84,6 +85,7 @@ def compare(
         problems: with exact answers.
         config: the plan.
         batch_size: problems decoded together.
+        samples: how many problems to return with both answers.
         progress: called with the number of problems after each batch.
         options: for `epoch_moe.generate` (``gen_length``, ``block_length``, ``threshold``, ...).
 
@@ -91,7 +93,7 @@ def compare(
         A dictionary for JSON: ``dense`` and ``plan`` (accuracy, seconds, tokens, and the counts of
         `epoch_moe.report.COUNTS`), ``agreement`` (share of problems with identical text), ``token_agreement`` (share
         of dense answer tokens that the plan's answer has at the same place), ``ratios`` (plan / dense),
-        ``fallbacks``, ``by_kind``, ``config``, ``options`` and ``versions``.
+        ``fallbacks``, ``by_kind``, ``samples``, ``config``, ``options`` and ``versions``.
     """
     if not problems:
         raise ValueError("compare needs at least one problem, got none")
@@ -120,6 +122,10 @@ def compare(
         "ratios": ratios(left, right),
         "fallbacks": plan.work.fallbacks,
         "by_kind": _by_kind(problems, dense, plan),
+        "samples": [
+            {**asdict(problem), "dense": x, "plan": y}
+            for problem, x, y in zip(problems[:samples], dense.texts, plan.texts, strict=False)
+        ],
         "config": asdict(config),
         "options": {**options, "batch_size": batch_size},
         "versions": versions(model),

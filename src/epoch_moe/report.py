@@ -62,8 +62,10 @@ def work_summary(config: Any, work: Work) -> dict[str, Any]:
     return summary
 
 
-def ratios(dense: Mapping[str, Any], plan: Mapping[str, Any], names: Sequence[str] = (*COUNTS, "seconds")) -> dict[str, Any]:
-    """plan / dense for each name; None where the dense number is 0."""
+def ratios(
+    dense: Mapping[str, Any], plan: Mapping[str, Any], names: Sequence[str] = (*COUNTS, "seconds")
+) -> dict[str, Any]:
+    """Plan / dense for each name; None where the dense number is 0."""
     return {name: plan[name] / dense[name] if dense[name] else None for name in names}
 
 

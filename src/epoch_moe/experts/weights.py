@@ -29,12 +29,12 @@ class _StackedView(torch.autograd.Function):
     """A stacked buffer as a differentiable function of the parameters that view it, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, stacked: Tensor, rows: int, *params: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, stacked: Tensor, rows: int, *params: Tensor) -> Tensor:
         ctx.rows = rows
         return stacked.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         # `rows` rows of the middle dimension belong to each parameter: gate above up, or down alone.
         parts = [chunk for expert in grad.unbind(0) for chunk in expert.split(ctx.rows, dim=0)]
@@ -162,7 +162,7 @@ class ExpertWeights:
     def _stack(self) -> None:
         self.check()
         self._stacked = None
-        gate0, down0 = self.experts[0].gate_proj.weight, self.experts[0].down_proj.weight  # type: ignore[union-attr]
+        gate0 = self.experts[0].gate_proj.weight  # type: ignore[union-attr]
         num_experts, (inner, hidden) = len(self.experts), gate0.shape  # type: ignore[misc]
         new = {"dtype": gate0.dtype, "device": gate0.device}
         for index, expert in enumerate(self.experts):

@@ -11,8 +11,8 @@ from epoch_moe.block import BlockSpec
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    "a module with `experts` (ModuleList of gate_proj/up_proj/down_proj MLPs) and `gate` with `weight` [experts, hidden],"
-    " `expert_bias` [experts], `top_k`, `n_group` and `topk_group`"
+    "a module with `experts` (ModuleList of gate_proj/up_proj/down_proj MLPs) and `gate` with `weight` "
+    "[experts, hidden], `expert_bias` [experts], `top_k`, `n_group` and `topk_group`"
 )
 
 

@@ -1,0 +1,265 @@
+"""`epoch-moe`: generate, inspect and compare from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from epoch_moe.config import EpochConfig
+
+PRESETS = ("default", "exact", "paper")
+DEFAULT_MODEL = "tiny-llada2"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (2: the input cannot be used, said in one line)."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError, OSError) as error:
+        if arguments.traceback:
+            raise
+        print(f"epoch-moe {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = argparse.ArgumentParser(
+        prog="epoch-moe",
+        description="Serve mixture-of-experts diffusion language models with block plans.",
+    )
+    import epoch_moe
+
+    parser.add_argument("--version", action="version", version=f"epoch-moe {epoch_moe.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer one prompt", formatter_class=_Formatter)
+    generate.add_argument("prompt", help="the prompt's text; - reads it from standard input")
+    _model_options(generate)
+    generate.add_argument(
+        "--preset", choices=("dense", *PRESETS), default="default", help="block plan, or none (dense)"
+    )
+    _plan_options(generate)
+    _decoding_options(generate)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    generate.add_argument("--top-k", type=int, default=None, help="sample among this many tokens")
+    generate.add_argument("--top-p", type=float, default=None, help="sample inside this probability mass")
+    generate.add_argument("--seed", type=int, default=None, help="of sampling")
+    generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template to the prompt")
+    generate.add_argument("--stream", action="store_true", help="print each block as it is committed")
+    generate.add_argument("--report", action="store_true", help="print forwards and work counters to standard error")
+    generate.set_defaults(run=_generate)
+
+    inspect = commands.add_parser(
+        "inspect", help="what a checkpoint is and what patch() would do", formatter_class=_Formatter
+    )
+    inspect.add_argument("model", help="name inside the package, folder, or Hub id")
+    inspect.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write it as JSON")
+    inspect.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    inspect.set_defaults(run=_inspect)
+
+    compare = commands.add_parser(
+        "compare", help="solve held-out problems dense and with a plan, side by side", formatter_class=_Formatter
+    )
+    _model_options(compare)
+    compare.add_argument("--problems", type=int, default=100, metavar="N", help="how many held-out problems")
+    compare.add_argument("--seed", type=int, default=0, help="of the problems")
+    compare.add_argument("--preset", choices=PRESETS, default="default", help="block plan")
+    compare.add_argument("--batch-size", type=int, default=1, help="problems decoded together")
+    _plan_options(compare)
+    _decoding_options(compare)
+    compare.add_argument("--show", type=int, default=2, metavar="N", help="print the answers to the first N problems")
+    compare.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the whole result as JSON")
+    compare.add_argument("--no-progress", action="store_true", help="no progress bar")
+    compare.set_defaults(run=_compare)
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults in the help, except where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name inside the package, folder, or Hub id")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--device", default=None, help="such as cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan (changes to the preset)")
+
+    def add(name: str, **how: Any) -> None:
+        # Absent unless given, so that the preset decides.
+        group.add_argument(name, default=argparse.SUPPRESS, **how)
+
+    add("--coverage", type=_share_or_none, metavar="C", help="routing weight a support holds, or 'none': all experts")
+    add("--refresh-interval", type=_int_or_none, metavar="M", help="recompute all rows every M-th forward, or 'none'")
+    add("--on-miss", choices=("reselect", "drop", "expand"), help="what a row does with experts outside its support")
+    add("--support-scope", choices=("sequence", "batch"), help="one support per sequence, or for the whole batch")
+    add("--restrict-new", action="store_true", help="restrict newly decoded rows too")
+
+
+def _decoding_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--gen-length", type=int, default=96, help="tokens at most")
+    group.add_argument("--block-length", type=int, default=32, help="positions of a block")
+    group.add_argument("--steps", type=int, default=32, help="forwards per block at most")
+    group.add_argument("--threshold", type=float, default=0.95, help="commit every token above this probability")
+    group.add_argument("--no-cache", action="store_true", help="whole window on every forward, no K/V cache")
+
+
+def _share_or_none(text: str) -> float | None:
+    return None if text.lower() in ("none", "all") else float(text)
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() in ("none", "never") else int(text)
+
+
+def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
+    names = ("coverage", "refresh_interval", "on_miss", "support_scope", "restrict_new")
+    changes = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    return EpochConfig.preset(arguments.preset, **changes)
+
+
+def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "gen_length": arguments.gen_length,
+        "block_length": arguments.block_length,
+        "steps": arguments.steps,
+        "threshold": arguments.threshold,
+        "use_cache": not arguments.no_cache,
+    }
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    from epoch_moe.models import load_model
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device=device)
+    if tokenizer is None:
+        raise ValueError(f"{arguments.model} has no tokenizer: add its tokenizer files to the checkpoint folder")
+    return model, tokenizer
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from epoch_moe.decoding import generate
+    from epoch_moe.patching import patch
+
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    plan = _plan(arguments)
+    model, tokenizer = _load(arguments)
+    if arguments.chat:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        ids = ids["input_ids"] if hasattr(ids, "keys") else ids
+    else:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    report = patch(model, plan)
+    generator = None
+    if arguments.seed is not None:
+        generator = torch.Generator(device=next(model.parameters()).device).manual_seed(arguments.seed)
+    streamer = None
+    if arguments.stream:
+        from transformers import TextStreamer
+
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = time.perf_counter()
+    out = generate(
+        model,
+        torch.tensor([ids]),
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        eos_early_stop=True,
+        generator=generator,
+        streamer=streamer,
+        **_decoding(arguments),
+    )
+    seconds = time.perf_counter() - start
+    if streamer is None:
+        print(tokenizer.decode(out.answers[0], skip_special_tokens=True))
+    if arguments.report:
+        work = out.counters.read().as_dict()
+        del work["per_layer"]
+        print(report, file=sys.stderr)
+        print(
+            f"{out.lengths[0]} tokens in {out.forwards} forwards ({out.tokens_per_forward:.2f} tokens per forward), "
+            f"{seconds:.2f} s, {out.finish_reasons[0]}",
+            file=sys.stderr,
+        )
+        print("\n".join(f"  {name}: {value}" for name, value in work.items()), file=sys.stderr)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from epoch_moe.inspection import describe_checkpoint, inspection_text
+
+    result = describe_checkpoint(arguments.model)
+    print(inspection_text(result))
+    _write_json(arguments.json, result)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from tqdm.auto import tqdm
+
+    from epoch_moe.compare import compare
+    from epoch_moe.problems import generate_problems
+    from epoch_moe.report import comparison_table
+
+    if arguments.problems < 1:
+        raise ValueError(f"--problems {arguments.problems}: expected at least 1")
+    plan = _plan(arguments)
+    assert plan is not None  # the presets of this command all have a plan
+    model, tokenizer = _load(arguments)
+    problems = generate_problems(arguments.problems, arguments.seed, split="held_out")
+    shown: list[str] = []
+    with tqdm(total=len(problems), unit="problem", desc="compare", disable=arguments.no_progress) as bar:
+        result = compare(
+            model,
+            tokenizer,
+            problems,
+            plan,
+            batch_size=arguments.batch_size,
+            progress=bar.update,
+            samples=arguments.show,
+            **_decoding(arguments),
+        )
+    result["model"], result["seed"] = arguments.model, arguments.seed
+    for sample in result["samples"]:
+        shown += [
+            f"[{sample['kind']}] {sample['prompt']}",
+            f"  right answer  {sample['answer']}",
+            f"  dense         {sample['dense']}",
+            f"  plan          {sample['plan']}",
+        ]
+    print("\n".join([*shown, "", comparison_table(result)]))
+    _write_json(arguments.json, result)
+    return 0
+
+
+def _write_json(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
