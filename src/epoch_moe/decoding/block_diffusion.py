@@ -1,0 +1,359 @@
+"""`generate`: block diffusion, as the released LLaDA2.0 loop decodes, with a K/V cache and batches.
+
+A block of positions starts as masks. Every iteration runs the model once over the block, samples a token for every
+live row (MASK now), and commits the confident ones; committed tokens never change. When no mask is left, the next block
+starts, until an answer holds an end id or is long enough.
+
+With the K/V cache, an iteration's forward holds the block's rows only. The first forward of a block holds in front of
+them, as *lead* rows, what became final since (the prompt's whole blocks; later the finished block): the block-causal
+mask keeps lead rows blind to the new block, so their K/V are final and cost no forward of their own.
+
+Shape suffixes: B sequences, S rows of a forward per sequence (C lead rows, then the window), N rows of the block,
+W slots of the canvas, R live rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from epoch_moe.decoding.canvas import Canvas, PromptIds, check_prompts, read_prompts
+from epoch_moe.decoding.commit import choose_rows
+from epoch_moe.decoding.kv_cache import BlockKVCache
+from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
+from epoch_moe.decoding.sampling import sample_tokens
+from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
+from epoch_moe.plan.context import DecodeContext, open_context
+
+if TYPE_CHECKING:
+    from epoch_moe.config import EpochConfig
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: PromptIds,
+    *,
+    attention_mask: Tensor | None = None,
+    gen_length: int = 256,
+    block_length: int = 32,
+    steps: int = 32,
+    threshold: float = 0.95,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_early_stop: bool = False,
+    minimal_topk: int = 1,
+    eos_token_id: int | Sequence[int] | None = None,
+    mask_token_id: int | None = None,
+    use_cache: bool = True,
+    plan: EpochConfig | Literal["patched"] | None = "patched",
+    streamer: Any = None,
+    progress: bool = False,
+    generator: torch.Generator | None = None,
+    prefill_chunk: int = 2048,
+) -> BlockDiffusionOutput:
+    """Generate answers by block diffusion.
+
+    Args:
+        model: a LLaDA2 model with its LM head, in eval mode; patched or not, this library's class or the released one.
+        input_ids: prompts ``[B,P]`` or ``[P]``, or a list of prompts of different lengths.
+        attention_mask: ``[B,P]``, 1 = real and 0 = padding, where `input_ids` is padded on the left or right.
+        gen_length: tokens to generate at most.
+        block_length: positions of a block.
+        steps: iterations per block at most; an iteration commits at least ``block_length / steps`` rows.
+        threshold: every row whose token has a higher probability is committed.
+        temperature: 0 decodes greedily.
+        top_k: sample among this many most probable tokens (temperature > 0).
+        top_p: sample inside this probability mass (temperature > 0).
+        eos_early_stop: stop within a block when an end id was just committed and no mask is left before it. Without
+            it, the block that holds the end id is completed first; the answer is the same.
+        minimal_topk: caps `steps` at ``gen_length // minimal_topk``.
+        eos_token_id: end id or ids; default: the config's.
+        mask_token_id: id of undecoded positions; default: the config's.
+        use_cache: False runs every forward over the whole canvas up to the block, as the released loop does: the same
+            forwards with more rows.
+        plan: block plan of a patched model: ``"patched"`` for the configuration given to `patch`, another
+            configuration, or None for dense MoE layers.
+        streamer: transformers' streamer interface, called with the prompt ``[1,P]`` and then once per block with its
+            part of the answer (on the CPU); one sequence only.
+        progress: show a progress bar over blocks.
+        generator: source of randomness for temperature > 0, on the model's device. In a batch, the draws of a sequence
+            depend on its batch mates.
+        prefill_chunk: prompt positions per forward: longer prompts are written to the cache in chunks of whole blocks.
+
+    Returns:
+        The answers and their costs.
+
+    Raises:
+        ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
+        TypeError: an argument of the wrong kind.
+    """
+    base, head = _parts(model)
+    config = model.config
+    vocab_size = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    settings = check_settings(
+        config,
+        vocab_size,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        threshold=threshold,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_early_stop=eos_early_stop,
+        minimal_topk=minimal_topk,
+        eos_token_id=eos_token_id,
+        mask_token_id=mask_token_id,
+        prefill_chunk=prefill_chunk,
+    )
+    prompts = read_prompts(input_ids, attention_mask)
+    check_prompts(prompts, settings, vocab_size, getattr(config, "max_position_embeddings", None))
+    if streamer is not None and len(prompts) > 1:
+        raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call generate once for each")
+    device = base.get_input_embeddings().weight.device  # type: ignore[operator]
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the model on {device}: make it with "
+            f"torch.Generator(device={device.type!r})"
+        )
+    canvas = Canvas(prompts, settings, device)
+    loop = _BlockLoop(base, head, open_context(model, plan), canvas, settings, use_cache, generator)
+    try:
+        if streamer is not None:
+            streamer.put(prompts[0].cpu().unsqueeze(0))
+        loop.run(streamer, progress)
+    finally:
+        # Also after an error: a consumer in another thread (TextIteratorStreamer) would wait for ever.
+        if streamer is not None:
+            streamer.end()
+    return loop.log.output(
+        settings.pad_id,
+        device,
+        forwards=loop.forwards,
+        prefill_forwards=loop.prefill_forwards,
+        counters=loop.context.counters,
+    )
+
+
+class _BlockLoop:
+    """The state of one `generate` call."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        head: nn.Module,
+        context: DecodeContext,
+        canvas: Canvas,
+        settings: BlockDiffusionSettings,
+        use_cache: bool,
+        generator: torch.Generator | None,
+    ):
+        self.base, self.head, self.context = base, head, context
+        self.canvas, self.settings, self.generator = canvas, settings, generator
+        self.dtype = base.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        self.native = _is_native(base)
+        self.cache: BlockKVCache | None = None
+        if use_cache:
+            self.cache = BlockKVCache(base.config.num_hidden_layers, canvas.ids_BW.shape[1])  # type: ignore[union-attr]
+        self.eos_E = torch.tensor(settings.eos_ids, device=canvas.ids_BW.device)
+        self.log = AnswerLog(canvas.batch, settings.gen_length, settings.eos_ids)
+        self.numbers = list(range(canvas.batch))  # which answer each row of the (shrinking) batch belongs to
+        self.forwards = self.prefill_forwards = 0
+
+    def run(self, streamer: Any, progress: bool) -> None:
+        """Decode block after block until every answer is complete."""
+        block = self.settings.block_length
+        starts = range(self.canvas.first_block, self.canvas.ids_BW.shape[1], block)
+        with _progress_bar(len(starts), disable=not progress) as bar:
+            for begin in starts:
+                self.decode_block(begin, begin + block)
+                self.close_block(begin, begin + block, streamer)
+                bar.update()
+                bar.set_postfix(tokens=sum(map(len, self.log.answers)), forwards=self.forwards)
+                if not self.numbers:
+                    break
+
+    def decode_block(self, begin: int, end: int) -> None:
+        """Iterate over the block in slots ``begin:end`` until no sequence has a live row there."""
+        first = self.prefill(begin) if self.cache is not None else 0
+        batch, block = self.canvas.batch, end - begin
+        window = end if self.cache is None else block
+        left = self.canvas.undecoded(begin, end)
+        left_B1 = torch.tensor(left, device=self.canvas.ids_BW.device).unsqueeze(1)
+        bias, bias_begin = None, -1
+        with self.context.block(batch=batch, window=window, prefix=window - block, prefix_constant=True):
+            for need in self.settings.schedule:
+                if not any(left):
+                    break
+                if first != bias_begin:
+                    bias, bias_begin = self.attention_bias(first, end), first
+                left_B1 = self.iterate(first, begin, end, need, left, left_B1, bias)
+                left = left_B1.flatten().tolist()  # the iteration's only host sync
+                if self.cache is not None and first < begin:
+                    self.cache.commit(begin - first)
+                    first = begin
+
+    def iterate(
+        self, first: int, begin: int, end: int, need: int, left: list[int], left_B1: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """One forward over slots ``first:end``, and the tokens it commits to the block ``begin:end``.
+
+        Args:
+            first: the forward's first slot.
+            begin: the block's first slot.
+            end: the slot behind the block.
+            need: rows that the schedule wants committed.
+            left: live rows of each sequence, 0 for those that are done with this block.
+            left_B1: the same on the device.
+            bias: the attention mask.
+
+        Returns:
+            ``[B,1]`` live rows of each sequence after the iteration.
+        """
+        canvas, block = self.canvas, end - begin
+        ids_BS = canvas.ids_BW[:, first:end].clone()  # a snapshot: the plan compares the ids of consecutive forwards
+        lead = begin - first if self.cache is not None else 0
+        live_BN = (ids_BS[:, -block:] == self.settings.mask_id) & (left_B1 > 0)
+        with self.context.iteration(
+            ids_BS, mask_id=self.settings.mask_id, valid_BS=self.valid(first, begin, end, left, left_B1), lead=lead
+        ):
+            hidden_BSH = self.forward(ids_BS, first, bias)
+        self.forwards += 1
+        logits_RV, rows_R = self.live_logits(hidden_BSH[:, -block:], live_BN, sum(left))
+        tokens_R, confidence_R = sample_tokens(
+            logits_RV, self.settings.temperature, self.settings.top_k, self.settings.top_p, self.generator
+        )
+        ids_BN = ids_BS[:, -block:]
+        tokens_BN = ids_BN.flatten().index_copy(0, rows_R, tokens_R.to(rows_R.device)).view_as(ids_BN)
+        confidence_BN = torch.ones(ids_BN.shape, device=rows_R.device)  # what is decoded is decided
+        confidence_BN.view(-1).index_copy_(0, rows_R, confidence_R.to(rows_R.device))
+        chosen_BN = choose_rows(confidence_BN, live_BN, need, self.settings.threshold)
+        canvas.ids_BW[:, begin:end] = torch.where(chosen_BN, tokens_BN, ids_BN)
+        before = ids_BS.shape[1] - block
+        self.context.end_iteration(nn.functional.pad(confidence_BN, (before, 0), value=1.0))
+        left_B1 = (live_BN & (canvas.ids_BW[:, begin:end] == self.settings.mask_id)).sum(dim=1, keepdim=True)
+        if self.settings.eos_early_stop:
+            ended_B1 = self.ended(begin, end, chosen_BN)
+            left_B1 = left_B1.masked_fill(ended_B1, 0)
+        return left_B1
+
+    def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, live_rows: int) -> tuple[Tensor, Tensor]:
+        """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""
+        # nonzero() without a host sync: how many there are is known.
+        rows_R = live_BN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:live_rows]
+        hidden_TH = hidden_BNH.reshape(-1, hidden_BNH.shape[-1])
+        picked_R = rows_R.to(hidden_TH.device)
+        if self.context.lm_head_rows == "block":
+            logits_RV = self.head(hidden_TH)[picked_R]
+            self.context.count_lm_head(hidden_TH.shape[0])
+        else:
+            logits_RV = self.head(hidden_TH[picked_R])
+            self.context.count_lm_head(live_rows)
+        return logits_RV.float(), rows_R
+
+    def ended(self, begin: int, end: int, chosen_BN: Tensor) -> Tensor:
+        """``[B,1]`` bool: an end id was just committed, and the answer has one without masks before it."""
+        answer_BW = self.canvas.answer(0, end)
+        ids_BW = self.canvas.ids_BW[:, :end]
+        is_end_BW = torch.isin(ids_BW, self.eos_E) & answer_BW
+        masks_before_BW = ((ids_BW == self.settings.mask_id) & answer_BW).cumsum(dim=1)
+        just_B1 = (is_end_BW[:, begin:] & chosen_BN).any(dim=1, keepdim=True)
+        return just_B1 & (is_end_BW & (masks_before_BW == 0)).any(dim=1, keepdim=True)
+
+    def close_block(self, begin: int, end: int, streamer: Any) -> None:
+        """Log the block's tokens, stream them, and drop the sequences whose answer is complete."""
+        kept = []
+        for row, tokens in enumerate(self.canvas.ids_BW[:, begin:end].tolist()):
+            number = self.numbers[row]
+            added = self.log.add(number, tokens[max(0, self.canvas.prompt_ends[row] - begin) :])
+            if streamer is not None and added:
+                streamer.put(torch.tensor(added))
+            if not self.log.finished(number):
+                kept.append(row)
+        if len(kept) < len(self.numbers):
+            self.numbers = [self.numbers[row] for row in kept]
+            if kept:
+                self.canvas.select(kept)
+                if self.cache is not None:
+                    self.cache.select(kept)
+
+    def prefill(self, begin: int) -> int:
+        """Write K/V of the prompt's first blocks, until at most `prefill_chunk` slots before ``begin`` are left.
+
+        Returns:
+            The first slot that is not in the cache.
+        """
+        assert self.cache is not None
+        block = self.settings.block_length
+        chunk = max(self.settings.prefill_chunk // block, 1) * block
+        while begin - self.cache.length > chunk:
+            first = self.cache.length
+            self.forward(self.canvas.ids_BW[:, first : first + chunk], first, self.attention_bias(first, first + chunk))
+            self.cache.commit(chunk)
+            self.prefill_forwards += 1
+        return self.cache.length
+
+    def forward(self, ids_BS: Tensor, first: int, bias: Tensor | None) -> Tensor:
+        """Hidden states ``[B,S,H]`` of the ids in slots ``first:``."""
+        out = self.base(
+            input_ids=ids_BS,
+            attention_mask=bias,
+            position_ids=self.canvas.positions(first, first + ids_BS.shape[1]),
+            past_key_values=self.cache,
+            use_cache=self.cache is not None,
+            return_dict=True,
+        )
+        self.context.count_attention(ids_BS.numel() * (first + ids_BS.shape[1]))
+        hidden_BSH: Tensor = out.last_hidden_state
+        return hidden_BSH
+
+    def attention_bias(self, first: int, end: int) -> Tensor | None:
+        """The attention mask of a forward over slots ``first:end``; see `Canvas.attention_bias`."""
+        bias = self.canvas.attention_bias(first, end, self.dtype)
+        if bias is None and not self.native:
+            # The released files read "no mask" as causal as soon as there are cached keys.
+            bias = torch.zeros((1, 1, end - first, end), dtype=self.dtype, device=self.canvas.ids_BW.device)
+        return bias
+
+    def valid(self, first: int, begin: int, end: int, left: list[int], left_B1: Tensor) -> Tensor | None:
+        """``[B,S]`` bool, False for padding and for block rows of sequences that are done with it; None: all True."""
+        if all(left) and not (self.canvas.padded and first < max(self.canvas.starts)):
+            return None
+        in_block_S = self.canvas.slots(first, end) >= begin
+        return self.canvas.real(first, end) & ~(in_block_S & (left_B1 == 0))
+
+
+def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The base model and the LM head of a model that block diffusion can run."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if not isinstance(base, nn.Module) or not isinstance(head, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is not a language model with an LM head: expected a base model under "
+            "`base_model_prefix` and a head from `get_output_embeddings()`, as LLaDA2MoeModelLM has"
+        )
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() before generate")
+    attention = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in attention or "flex" in attention or (attention == "eager" and not _is_native(base)):
+        raise ValueError(
+            f"the model has attn_implementation={attention!r}, which does not take the additive 4-D masks of block "
+            "diffusion: load it with attn_implementation='sdpa'"
+        )
+    return base, head
+
+
+def _is_native(base: nn.Module) -> bool:
+    """Whether a missing mask means bidirectional attention, as in this library's model classes."""
+    return any(cls.__module__.startswith("epoch_moe.") for cls in type(base).__mro__)
+
+
+def _progress_bar(blocks: int, disable: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=blocks, unit="block", desc="generate", disable=disable)

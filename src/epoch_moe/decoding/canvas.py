@@ -1,0 +1,193 @@
+"""The canvas of block diffusion: prompts and the masks behind them, every sequence on its own block grid.
+
+A sequence's blocks start at its position 0. In a batch, shorter prompts are padded on the left by whole blocks, so that
+the first block with something to decode lies in the same slots for all sequences, and no grid moves.
+
+Shape suffixes: B sequences, W slots of the canvas, S a range of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epoch_moe.decoding.settings import BlockDiffusionSettings
+
+PromptIds = Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | Sequence[int]
+
+
+def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> list[Tensor]:
+    """Prompts as 1-D int64 tensors without padding.
+
+    Args:
+        input_ids: ``[B,P]`` or ``[P]`` ids, or a list of prompts of any lengths.
+        attention_mask: ``[B,P]``, 1 = real, 0 = padding on the left or right of a prompt; only with a tensor.
+
+    Raises:
+        TypeError: not ids at all (a tokenizer's dictionary, floats).
+        ValueError: a shape that cannot be prompts, an empty prompt, or a mask that does not fit.
+    """
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() not in (1, 2):
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}: expected [batch, positions] or [positions]"
+            )
+        rows = list(input_ids.unsqueeze(0) if input_ids.dim() == 1 else input_ids)
+    elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str):
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a padded tensor: a list of prompts has no padding, leave it out")
+        alone = len(input_ids) > 0 and isinstance(input_ids[0], int)
+        rows = [torch.as_tensor(row) for row in ([input_ids] if alone else input_ids)]  # type: ignore[list-item]
+    else:
+        hint = "; pass its 'input_ids' (and 'attention_mask')" if hasattr(input_ids, "keys") else ""
+        raise TypeError(f"input_ids is a {type(input_ids).__name__}: expected a tensor or a list of prompts{hint}")
+    if not rows:
+        raise ValueError("input_ids holds no prompt: expected at least one")
+    if attention_mask is not None:
+        rows = _strip_padding(rows, attention_mask)
+    for number, row in enumerate(rows):
+        if row.numel() == 0:
+            raise ValueError(
+                f"prompt {number} is empty: expected at least one token; pass the model's BOS or chat template prefix "
+                "to generate from nothing"
+            )
+        if row.dim() != 1:
+            raise ValueError(f"prompt {number} has shape {tuple(row.shape)}: expected a list of 1-D prompts")
+        if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+            raise TypeError(f"prompt {number} has dtype {row.dtype}: expected whole-number token ids")
+    return [row.long() for row in rows]
+
+
+def _strip_padding(rows: list[Tensor], attention_mask: Tensor) -> list[Tensor]:
+    expected = (len(rows), rows[0].shape[0])
+    if tuple(attention_mask.shape) != expected:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected that of input_ids, {expected}; "
+            "generate builds the block mask itself"
+        )
+    real_BP = attention_mask.to(rows[0].device) != 0
+    stripped = []
+    for number, (row, real_P) in enumerate(zip(rows, real_BP, strict=True)):
+        slots = real_P.nonzero().flatten()
+        if slots.numel() and int(slots[-1] - slots[0]) + 1 != slots.numel():
+            raise ValueError(
+                f"attention_mask of prompt {number} has zeros between ones: expected padding on the left or right only"
+            )
+        stripped.append(row[real_P])
+    return stripped
+
+
+def check_prompts(
+    prompts: list[Tensor], settings: BlockDiffusionSettings, vocab_size: int, context: int | None
+) -> None:
+    """Check the ids and lengths of prompts.
+
+    Raises:
+        ValueError: an id outside the vocabulary, a mask id in a prompt, or more positions than the model's context.
+    """
+    for number, prompt in enumerate(prompts):
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"prompt {number} holds id {low if low < 0 else high}: the model's vocabulary is 0 to "
+                f"{vocab_size - 1}; does the tokenizer belong to this model?"
+            )
+        if bool((prompt == settings.mask_id).any()):
+            raise ValueError(
+                f"prompt {number} holds the mask id {settings.mask_id}: generate adds the positions to decode itself, "
+                "pass the prompt alone"
+            )
+        if context is not None and len(prompt) + settings.gen_length > context:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens and gen_length is {settings.gen_length}: together they must "
+                f"not exceed the model's context, max_position_embeddings={context}; shorten the prompt or lower "
+                f"gen_length{f' to {context - len(prompt)}' if len(prompt) < context else ''}"
+            )
+
+
+class Canvas:
+    """Ids of all sequences and where each sequence's parts lie.
+
+    Attributes:
+        ids_BW: ``[B,W]`` int64: padding, prompt, decoded tokens and masks.
+        starts: per sequence, the slot of its position 0 (a multiple of the block length).
+        prompt_ends: per sequence, the slot behind its prompt.
+        ends: per sequence, the slot behind its last block.
+        first_block: slot at which the first block to decode starts, the same for all sequences.
+    """
+
+    def __init__(self, prompts: list[Tensor], settings: BlockDiffusionSettings, device: torch.device):
+        block = settings.block_length
+        whole = [len(prompt) // block * block for prompt in prompts]
+        self.block_length = block
+        self.mask_id = settings.mask_id
+        self.first_block = max(whole)
+        self.starts = [self.first_block - rows for rows in whole]
+        self.prompt_ends = [start + len(prompt) for start, prompt in zip(self.starts, prompts, strict=True)]
+        self.ends = [-(-(end + settings.gen_length) // block) * block for end in self.prompt_ends]
+        self.ids_BW = torch.full((len(prompts), max(self.ends)), settings.mask_id, device=device)
+        for row, (prompt, start, end) in enumerate(zip(prompts, self.starts, self.prompt_ends, strict=True)):
+            self.ids_BW[row, :start] = settings.pad_id
+            self.ids_BW[row, start:end] = prompt.to(device)
+        self._to_device()
+
+    def _to_device(self) -> None:
+        self.starts_B1 = torch.tensor(self.starts, device=self.ids_BW.device).unsqueeze(1)
+        self.prompt_ends_B1 = torch.tensor(self.prompt_ends, device=self.ids_BW.device).unsqueeze(1)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.starts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether any sequence has padding in front."""
+        return any(self.starts)
+
+    def select(self, indices: list[int]) -> None:
+        """Keep only the sequences `indices`, in that order."""
+        self.ids_BW = self.ids_BW[torch.tensor(indices, device=self.ids_BW.device)]
+        self.starts = [self.starts[i] for i in indices]
+        self.prompt_ends = [self.prompt_ends[i] for i in indices]
+        self.ends = [self.ends[i] for i in indices]
+        self._to_device()
+
+    def slots(self, begin: int, end: int) -> Tensor:
+        """``[S]`` the slot numbers of ``begin:end``."""
+        return torch.arange(begin, end, device=self.ids_BW.device)
+
+    def positions(self, begin: int, end: int) -> Tensor:
+        """``[B,S]`` position of each slot in its own sequence; 0 for padding."""
+        return (self.slots(begin, end) - self.starts_B1).clamp(min=0)
+
+    def real(self, begin: int, end: int) -> Tensor:
+        """``[B,S]`` bool, False for padding."""
+        return self.slots(begin, end) >= self.starts_B1
+
+    def answer(self, begin: int, end: int) -> Tensor:
+        """``[B,S]`` bool, True behind the prompt."""
+        return self.slots(begin, end) >= self.prompt_ends_B1
+
+    def undecoded(self, begin: int, end: int) -> list[int]:
+        """Per sequence, the rows of a block that nobody has decoded yet, known without a look at the device."""
+        return [end - max(begin, prompt_end) for prompt_end in self.prompt_ends]
+
+    def attention_bias(self, begin: int, end: int, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask ``[B|1,1,S,end]`` of queries ``begin:end`` over keys ``0:end``; None if all may be seen.
+
+        A query sees its own block and the blocks before it, without the padding. Padding queries see padding: their
+        output is never used, but a softmax over nothing would put NaN into their keys and values.
+        """
+        block = self.block_length
+        one_block = begin // block == (end - 1) // block
+        if one_block and not self.padded:
+            return None
+        queries_S, keys = self.slots(begin, end), self.slots(0, end)
+        seen = ((keys // block).unsqueeze(0) <= (queries_S // block).unsqueeze(1)).unsqueeze(0)
+        if self.padded:
+            seen = seen & (self.real(0, end).unsqueeze(1) | ~self.real(begin, end).unsqueeze(2))
+        zero = torch.zeros((), dtype=dtype, device=seen.device)
+        return torch.where(seen, zero, float("-inf")).unsqueeze(1)

@@ -1,0 +1,128 @@
+"""The K/V cache of block diffusion: rows are provisional until their block is committed.
+
+Every forward of a block writes its rows' keys and values behind the committed ones and over those of the previous
+forward, so iterations need no concatenation and no cropping. Committing moves a length.
+
+Shape suffixes: B sequences, N key/value heads, S rows of the forward, C committed rows, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class BlockKVLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one attention layer, ``[B,N,max_length,D]`` each, allocated by the first `update`."""
+
+    is_sliding = False
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate for the batch, heads, dtype and device of the first rows."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        value_states = key_states if value_states is None else value_states
+        self.keys = key_states.new_empty(*key_states.shape[:2], self.max_length, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], self.max_length, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write ``[B,N,S,D]`` behind the committed rows.
+
+        Returns:
+            Views ``[B,N,C+S,D]`` of the keys and values: the committed rows and these.
+
+        Raises:
+            ValueError: the rows do not fit, or their batch is not the cache's.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        end = self.length + key_states.shape[2]
+        if end > self.max_length or key_states.shape[0] != self.keys.shape[0]:
+            raise ValueError(
+                f"{key_states.shape[2]} rows of {key_states.shape[0]} sequences do not fit: the cache holds "
+                f"{self.length} committed rows of at most {self.max_length}, for {self.keys.shape[0]} sequences"
+            )
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices` ``[B']``, in that order."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys = self.keys.index_select(0, indices.to(self.keys.device))
+            self.values = self.values.index_select(0, indices.to(self.values.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """transformers' name for `batch_select_indices`."""
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        """Forget all rows; the memory stays allocated."""
+        self.length = 0
+
+    def get_seq_length(self) -> int:
+        """Committed rows."""
+        return self.length
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """Keys that a forward of `query` rows sees, and their offset (transformers 4.57 passes the row positions)."""
+        return self.length + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        """Rows that the layer can hold."""
+        return self.max_length
+
+    def get_max_cache_shape(self) -> int:
+        """transformers 4.57's name for `get_max_length`."""
+        return self.max_length
+
+
+class BlockKVCache(Cache):  # type: ignore[misc]
+    """A transformers `Cache` whose rows count only once they are committed.
+
+    `get_seq_length` is the number of committed rows, during a forward too. After a forward over C + N rows of which
+    the first C are final, `commit(C)` keeps those; the next forward overwrites the others.
+
+    Args:
+        num_layers: attention layers of the model.
+        max_length: rows per sequence that it must hold, provisional ones included.
+    """
+
+    def __init__(self, num_layers: int, max_length: int):
+        if num_layers < 1 or max_length < 1:
+            raise ValueError(f"num_layers={num_layers}, max_length={max_length}: a cache needs at least one of each")
+        super().__init__(layers=[BlockKVLayer(max_length) for _ in range(num_layers)])
+        self.max_length = max_length
+
+    @property
+    def length(self) -> int:
+        """Committed rows per sequence."""
+        return self.layers[0].length
+
+    def commit(self, rows: int) -> None:
+        """Make the first `rows` rows of the last forward permanent.
+
+        Raises:
+            ValueError: `rows` is negative, or no layer can hold that many.
+        """
+        if rows < 0 or self.length + rows > self.max_length:
+            raise ValueError(
+                f"cannot commit {rows} rows behind {self.length} committed ones: "
+                f"expected between 0 and {self.max_length - self.length}"
+            )
+        for layer in self.layers:
+            layer.length += rows
+
+    def select(self, indices: list[int]) -> None:
+        """Keep only the sequences `indices`, in that order."""
+        self.batch_select_indices(torch.tensor(indices, dtype=torch.long))

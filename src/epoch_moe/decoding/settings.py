@@ -1,0 +1,142 @@
+"""Arguments of block diffusion, checked once before any work."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epoch_moe.decoding.commit import transfer_schedule
+
+
+@dataclass(frozen=True)
+class BlockDiffusionSettings:
+    """Checked arguments of `generate`; the fields have the meaning documented there.
+
+    Attributes:
+        schedule: rows that the n-th iteration of a block must at least commit.
+        mask_id: id of undecoded positions.
+        eos_ids: ids that end an answer.
+        pad_id: fills left padding and the tails of shorter answers.
+    """
+
+    gen_length: int
+    block_length: int
+    schedule: tuple[int, ...]
+    threshold: float
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_early_stop: bool
+    prefill_chunk: int
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+
+def check_settings(
+    config: Any,
+    vocab_size: int,
+    *,
+    gen_length: int,
+    block_length: int,
+    steps: int,
+    threshold: float,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    eos_early_stop: bool,
+    minimal_topk: int,
+    eos_token_id: int | Sequence[int] | None,
+    mask_token_id: int | None,
+    prefill_chunk: int,
+) -> BlockDiffusionSettings:
+    """Check the arguments of `generate` against each other and against the model's configuration.
+
+    Raises:
+        ValueError: an argument is out of range, or an id is neither given nor in the configuration.
+        TypeError: an argument that must be a whole number is not.
+    """
+    gen_length = _whole("gen_length", gen_length, "the number of tokens to generate")
+    block_length = _whole("block_length", block_length, "the positions decoded together; released models use 32")
+    steps = _whole("steps", steps, "the iterations per block")
+    minimal_topk = _whole("minimal_topk", minimal_topk, "it caps steps at gen_length // minimal_topk")
+    prefill_chunk = _whole("prefill_chunk", prefill_chunk, "the prompt positions per prefill forward")
+    if minimal_topk > gen_length:
+        raise ValueError(
+            f"minimal_topk={minimal_topk} with gen_length={gen_length} leaves no iteration (steps are capped at "
+            "gen_length // minimal_topk): lower minimal_topk to at most gen_length"
+        )
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(
+            f"threshold={threshold} is compared with a probability: expected a number from 0 (commit every row at "
+            "once) to 1 (follow the schedule)"
+        )
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ValueError(f"temperature={temperature}: expected 0 (greedy) or a positive finite number")
+    if top_k is not None and _index("top_k", top_k) < 0:
+        raise ValueError(f"top_k={top_k}: expected None or 0 (keep all) or the number of tokens to keep")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p}: expected None (keep all) or a number above 0 and up to 1")
+    pool_rows = getattr(config, "block_size", None) if getattr(config, "expert_capacity", None) else None
+    if pool_rows and block_length % pool_rows:
+        raise ValueError(
+            f"block_length={block_length}: this model routes in pools of block_size={pool_rows} rows that must not "
+            f"straddle blocks; use block_length={pool_rows}"
+        )
+    eos = _id_or_config(config, "eos_token_id", eos_token_id)
+    eos_ids = tuple(_in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if _is_list(eos) else [eos]))
+    mask_id = _in_vocabulary("mask_token_id", _id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
+    if not eos_ids or mask_id in eos_ids:
+        raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
+    pad_id = getattr(config, "pad_token_id", None)
+    return BlockDiffusionSettings(
+        gen_length=gen_length,
+        block_length=block_length,
+        schedule=tuple(transfer_schedule(block_length, min(steps, gen_length // minimal_topk))),
+        threshold=float(threshold),
+        temperature=float(temperature),
+        top_k=top_k,
+        top_p=top_p,
+        eos_early_stop=bool(eos_early_stop),
+        prefill_chunk=prefill_chunk,
+        mask_id=mask_id,
+        eos_ids=eos_ids,
+        pad_id=eos_ids[0] if pad_id is None else _in_vocabulary("config.pad_token_id", pad_id, vocab_size),
+    )
+
+
+def _index(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected a whole number")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a whole number") from None
+
+
+def _whole(name: str, value: Any, meaning: str) -> int:
+    number = _index(name, value)
+    if number < 1:
+        raise ValueError(f"{name}={number}: expected at least 1 ({meaning})")
+    return number
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _id_or_config(config: Any, name: str, value: Any) -> Any:
+    value = getattr(config, name, None) if value is None else value
+    if value is None:
+        raise ValueError(f"{name} is neither an argument nor in the model's config: pass {name}=...")
+    return value
+
+
+def _in_vocabulary(name: str, value: Any, vocab_size: int) -> int:
+    number = _index(name, value)
+    if not 0 <= number < vocab_size:
+        raise ValueError(f"{name}={number} is outside the model's vocabulary: expected 0 to {vocab_size - 1}")
+    return number
