@@ -49,6 +49,14 @@ class LayerStep:
     cold: bool
 
 
+def check_block(batch: int, window: int, prefix: int) -> None:
+    """Refuse a block that cannot be, quoting the values."""
+    if batch < 1 or window < 1:
+        raise ValueError(f"a block needs batch >= 1 and window >= 1, got batch={batch}, window={window}")
+    if not 0 <= prefix < window:
+        raise ValueError(f"prefix={prefix} must lie in 0..{window - 1} (window={window} ends with the block)")
+
+
 class BlockPlan:
     """The plan of one block of B sequences.
 
@@ -74,10 +82,7 @@ class BlockPlan:
         prefix_constant: bool,
         counters: Counters,
     ):
-        if batch < 1 or window < 1:
-            raise ValueError(f"a block needs batch >= 1 and window >= 1, got batch={batch}, window={window}")
-        if not 0 <= prefix < window:
-            raise ValueError(f"prefix={prefix} must lie in 0..{window - 1} (window={window} ends with the block)")
+        check_block(batch, window, prefix)
         self.config, self.counters = config, counters
         self.batch, self.window, self.prefix, self.prefix_constant = batch, window, prefix, prefix_constant
         self.layers = [LayerState() for _ in range(num_layers)]

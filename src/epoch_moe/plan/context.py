@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
+from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.counters import Counters
 
 LmHeadRows = Literal["live", "block"]
@@ -152,6 +152,7 @@ class BlockPlanContext:
     def begin_block(self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False) -> None:
         """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
         self.end_block()
+        check_block(batch, window, prefix)
         self._patched.ensure_stacked()
         self._open = True
         if self.config is not None:
