@@ -1,0 +1,201 @@
+"""Supports inside a decode: who is restricted, the miss policies, the coverage watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from decode import LAYOUTS, MASK_ID, dense, make_decode, patched_model, planned
+from helpers import relative_error
+from torch import Tensor
+
+import epoch_moe.block
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.block_plan import BlockPlan
+from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.support import SupportState, route_fresh
+from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, select
+
+
+@dataclass
+class Routed:
+    scores: Scores
+    rows: RowPlan
+    routing: Routing
+    support_GE: Tensor
+    before_GE: Tensor | None
+    short_G: Tensor | None
+    rebuild_G: Tensor | None
+    cold: bool
+
+
+@pytest.fixture
+def routed(monkeypatch: pytest.MonkeyPatch) -> list[Routed]:
+    """Every routing decision taken under a plan."""
+    log: list[Routed] = []
+
+    def spy(
+        scores: Scores, spec: RouterSpec, rows: RowPlan, state: SupportState, config: EpochConfig, **kwargs: object
+    ) -> Routing:
+        before, rebuild = state.support_GE, state.rebuild_G
+        routing = route_fresh(scores, spec, rows, state, config, **kwargs)  # type: ignore[arg-type]
+        assert state.support_GE is not None
+        log.append(
+            Routed(scores, rows, routing, state.support_GE, before, state.short_G, rebuild, bool(kwargs["cold"]))
+        )
+        return routing
+
+    monkeypatch.setattr(epoch_moe.block, "route_fresh", spy)
+    return log
+
+
+SPEC = RouterSpec(
+    kind="sigmoid_group", num_experts=16, top_k=4, n_group=4, topk_group=2, routed_scaling_factor=2.5
+)
+
+
+@pytest.mark.parametrize("on_miss", ["reselect", "drop"])
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("restrict_new", [False, True])
+def test_restricted_rows_stay_inside_and_others_are_free(
+    on_miss: str, scope: str, restrict_new: bool, routed: list[Routed]
+) -> None:
+    config = EpochConfig(
+        coverage=0.6,
+        coverage_floor=0.0,
+        on_miss=on_miss,  # type: ignore[arg-type]
+        support_scope=scope,  # type: ignore[arg-type]
+        restrict_new=restrict_new,
+        refresh_interval=3,
+    )
+    for seed, layout in enumerate(LAYOUTS.values()):
+        list(planned(patched_model(), make_decode(seed, batch=3, **layout), config))  # type: ignore[arg-type]
+    outside = restricted = 0
+    for call in routed:
+        natural_RK = select(call.scores.selection_TE, SPEC)
+        assert call.support_GE.shape[0] == (3 if scope == "sequence" else 1)
+        for r in range(call.rows.num_fresh):
+            ids = call.routing.ids_TK[r].tolist()
+            weights = call.routing.weights_TK[r]
+            natural = natural_RK[r].tolist()
+            if call.cold or not call.rows.restricted_R[r]:
+                assert ids == natural
+                continue
+            restricted += 1
+            group = int(call.rows.sequence_R[r]) if scope == "sequence" else 0
+            inside = set(call.support_GE[group].nonzero().flatten().tolist())
+            outside += len(set(natural) - inside)
+            assert set(ids) - {NO_EXPERT} <= inside
+            assert (weights[torch.tensor(ids) == NO_EXPERT] == 0).all()
+            if on_miss == "drop":
+                assert ids == [e if e in inside else NO_EXPERT for e in natural]
+                # The surviving pairs keep the weights that they have in the dense model.
+                own = call.scores.combine_TE[r, natural_RK[r]]
+                kept = torch.tensor([e in inside for e in natural])
+                torch.testing.assert_close(weights, own / own.sum() * 2.5 * kept)
+            elif NO_EXPERT not in ids:
+                torch.testing.assert_close(weights.sum(), torch.tensor(2.5))
+    assert outside > 20 and restricted > 100  # the supports were small enough to matter
+
+
+def test_experts_of_new_rows_join_the_support(routed: list[Routed]) -> None:
+    config = EpochConfig(coverage=0.3, coverage_floor=0.0, refresh_interval=None)
+    list(planned(patched_model(), make_decode(3, forwards=9), config))
+    grown = 0
+    for call in routed:
+        if call.cold:
+            continue
+        assert call.before_GE is not None
+        want_GE = call.before_GE.clone()
+        for r in call.rows.joining_R.nonzero().flatten().tolist():
+            want_GE[call.rows.sequence_R[r], call.routing.ids_TK[r]] = True
+        assert torch.equal(call.support_GE, want_GE)
+        grown += int((want_GE != call.before_GE).sum())
+    assert grown > 0
+
+
+def test_restricting_new_rows_freezes_the_support(routed: list[Routed]) -> None:
+    config = EpochConfig.paper(coverage=0.3, coverage_floor=0.0)
+    list(planned(patched_model(), make_decode(3), config))
+    assert all(torch.equal(call.support_GE, call.before_GE) for call in routed if not call.cold)  # type: ignore[arg-type]
+
+
+def _still(forwards: int) -> object:
+    """A decode in which nothing is committed: every forward is the first one."""
+    decode = make_decode(5, all_valid=True)
+    first = next(f for f in decode.forwards if (f.ids_BS == MASK_ID).any())
+    decode.forwards = [first] * forwards
+    return decode
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("on_miss", ["reselect", "drop"])
+def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
+    scope: str, on_miss: str, routed: list[Routed]
+) -> None:
+    decode = _still(4)
+    model = patched_model()
+    (want, *_) = dense(model, decode)  # type: ignore[arg-type]
+    context = BlockPlanContext(
+        model._epoch_moe,
+        EpochConfig(coverage=0.9, refresh_interval=1, support_scope=scope, on_miss=on_miss),  # type: ignore[arg-type]
+    )
+    compiled: list[Tensor] = []
+
+    def shrink(plan: BlockPlan, number: int) -> None:
+        if number == 0:
+            compiled.extend(layer.support.support_GE.clone() for layer in plan.layers)  # type: ignore[union-attr]
+            for layer in plan.layers:
+                assert layer.support.support_GE is not None
+                layer.support.support_GE[0] = False
+                layer.support.support_GE[0, :1] = True
+
+    results = list(planned(model, decode, None, between=shrink, context=context))  # type: ignore[arg-type]
+    for logits in results[:2] if scope == "batch" else [results[0]]:
+        assert relative_error(logits, want) < 1e-5
+    assert relative_error(results[1][0], want[0]) < 1e-5  # sequence 0 ran without the planted support
+    by_forward = [routed[2 * n : 2 * n + 2] for n in range(4)]
+    assert all(call.short_G is not None and bool(call.short_G[0]) for call in by_forward[1])
+    for call, support_GE in zip(by_forward[2], compiled, strict=True):
+        assert call.rebuild_G is not None and bool(call.rebuild_G[0])
+        if scope == "batch" or call is by_forward[2][0]:
+            # The same inputs give the same support as in the cold pass; decoded rows only add to it.
+            assert (call.support_GE[0] | ~support_GE[0]).all()
+    for call in by_forward[3]:
+        assert call.rebuild_G is None and not call.short_G.any()  # type: ignore[union-attr]
+    assert context.counters.read().fallbacks == {"shortfall": 2}
+
+
+def test_a_shortfall_in_the_last_forward_is_counted() -> None:
+    decode = _still(2)
+    model = patched_model()
+    context = BlockPlanContext(model._epoch_moe, EpochConfig(refresh_interval=1))
+
+    def shrink(plan: BlockPlan, number: int) -> None:
+        for layer in plan.layers:
+            assert layer.support.support_GE is not None
+            layer.support.support_GE.zero_()
+
+    list(planned(model, decode, None, between=shrink, context=context))  # type: ignore[arg-type]
+    assert context.counters.read().fallbacks == {"shortfall": 4}  # two layers, two sequences
+
+
+def test_finished_sequences_do_not_count_as_supports() -> None:
+    decode = make_decode(5, all_valid=True, edits=False)
+    decode.forwards = decode.forwards[:1] * 3
+    for inputs in decode.forwards:
+        inputs.valid_BS[1] = False
+    model = patched_model()
+    context = BlockPlanContext(model._epoch_moe, EpochConfig(coverage=0.5, coverage_floor=0.0))
+    sizes: list[int] = []
+
+    def note(plan: BlockPlan, number: int) -> None:
+        if number:
+            sizes.extend(int(layer.support.support_GE[0].sum()) for layer in plan.layers)  # type: ignore[index]
+
+    list(planned(model, decode, None, between=note, context=context))
+    work = context.counters.read()
+    assert work.total.supports == len(sizes) == 4
+    assert work.support_size == sum(sizes) / 4 < 16
