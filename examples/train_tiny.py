@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tiny_data import BLOCK, MAX_BLOCKS, PACK_BLOCKS, Batch, batches, build_tokenizer, encode, save_tokenizer
+from tiny_data import BLOCK, CHUNK, MAX_BLOCKS, PACK_BLOCKS, Batch, batches, build_tokenizer, encode, save_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -350,9 +350,9 @@ def make_optimizers(
     ]
 
 
-def learning_rate(progress: float, warmup: float = 0.02) -> float:
-    """Factor on the learning rate: short linear warm-up, level, then linear decay to zero."""
-    return min(progress / warmup, 1.0, (1.0 - progress) / 0.5)
+def learning_rate(step: int, steps: int, warmup: int = 280) -> float:
+    """Factor on the learning rate: short linear warm-up, level, then linear decay to zero over the second half."""
+    return min(step / warmup, 1.0, 2.0 * (1.0 - step / steps))
 
 
 def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
@@ -406,7 +406,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
             saved_at = now
         if step == args.steps:
             break
-        factor = learning_rate(step / args.steps)
+        factor = learning_rate(step, args.steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * factor
@@ -471,7 +471,7 @@ def main() -> None:
     """Parse the command line and train, or judge an exported checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
-    parser.add_argument("--steps", type=int, default=12_000, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--steps", type=int, default=13_000, help="optimizer steps; the schedule ends there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
@@ -481,6 +481,9 @@ def main() -> None:
     parser.add_argument("--expert-inner", type=int, default=32)
     parser.add_argument("--dense-inner", type=int, default=384)
     parser.add_argument("--batch", type=int, default=8, help=f"rows of {PACK_BLOCKS * BLOCK} tokens per worker")
+    parser.add_argument(
+        "--wide-chunks", type=int, default=6, help=f"chunks of {CHUNK} problems with larger numbers first"
+    )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")
     parser.add_argument("--balance-rate", type=float, default=3e-3, help="step of the routers' biases")

@@ -23,7 +23,7 @@ from epoch_moe.problems import (
 )
 
 CHECKPOINT = Path(problems_module.__file__).parent / "checkpoints" / "tiny-llada2"
-SAMPLE = generate_problems(3000, seed=7, split="train") + generate_problems(1000, seed=7)
+SAMPLE = generate_problems(3000, seed=7, split="train", wide=True) + generate_problems(2000, seed=7)
 
 
 def solve(problem: Problem) -> str:

@@ -21,7 +21,6 @@ MAX_TOKENS = 96
 """Prompt, answer and end-of-sequence token together, in tokens of `TOKEN_PATTERN`."""
 
 _HELD_OUT_PER_100 = 10
-_TOP = 99
 
 NAMES = {
     "tom": "he", "sam": "he", "max": "he", "ben": "he", "leo": "he",
@@ -41,7 +40,7 @@ class Problem:
     answer: str
 
 
-def _draw_terms(rng: random.Random, start: int, count: int, top: int = _TOP) -> list[int]:
+def _draw_terms(rng: random.Random, start: int, count: int, top: int) -> list[int]:
     """`count` signed one-digit terms that keep every partial result of `start + ...` within 0..top."""
     terms: list[int] = []
     value = start
@@ -64,15 +63,15 @@ def _steps(start: int, terms: Sequence[int]) -> tuple[list[str], int]:
     return steps, value
 
 
-def _sum(rng: random.Random) -> tuple[str, str]:
-    first, *rest = (rng.randint(1, 9) for _ in range(rng.randint(4, 6)))
+def _sum(rng: random.Random, wide: bool) -> tuple[str, str]:
+    first, *rest = (rng.randint(1, 9 if wide else 6) for _ in range(rng.randint(4, 6 if wide else 5)))
     steps, total = _steps(first, rest)
     return f"sum {first} {' '.join(map(str, rest))}:", f"{' '.join(steps)} so {total}"
 
 
-def _chain(rng: random.Random) -> tuple[str, str]:
+def _chain(rng: random.Random, wide: bool) -> tuple[str, str]:
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(4, 8))
+    terms = _draw_terms(rng, first, rng.randint(4, 8), 99 if wide else 19)
     answer, value = f"{first}", first
     for term in terms:
         value += term
@@ -80,27 +79,29 @@ def _chain(rng: random.Random) -> tuple[str, str]:
     return f"work out {first}{''.join(f'{t:+d}' for t in terms)}:", answer
 
 
-def _totals(rng: random.Random) -> tuple[str, str]:
-    numbers = [rng.randint(1, 9) for _ in range(rng.randint(7, 12))]
+def _totals(rng: random.Random, wide: bool) -> tuple[str, str]:
+    numbers = [rng.randint(1, 9 if wide else 3) for _ in range(rng.randint(7, 12))]
+    while sum(numbers) > 99:
+        numbers.pop()
     totals = [sum(numbers[: i + 1]) for i in range(len(numbers))]
     return f"totals of {' '.join(map(str, numbers))}:", " ".join(map(str, totals))
 
 
-def _story(rng: random.Random) -> tuple[str, str]:
+def _story(rng: random.Random, wide: bool) -> tuple[str, str]:
     name, thing = rng.choice(tuple(NAMES)), rng.choice(OBJECTS)
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(2, 4))
+    terms = _draw_terms(rng, first, rng.randint(2, 4), 99 if wide else 19)
     events = "".join(f" {NAMES[name]} {rng.choice(GAINS if t > 0 else LOSSES)} {abs(t)}." for t in terms)
     steps, value = _steps(first, terms)
     return f"{name} has {first} {thing}.{events} how many {thing}?", f"{' '.join(steps)} so {name} has {value} {thing}."
 
 
-def _trade(rng: random.Random) -> tuple[str, str]:
+def _trade(rng: random.Random, wide: bool) -> tuple[str, str]:
     giver, taker = rng.sample(tuple(NAMES), 2)
     held = {giver: rng.randint(3, 9), taker: rng.randint(2, 9)}
     prompt = f"{giver} has {held[giver]} and {taker} has {held[taker]} {rng.choice(OBJECTS)}."
     names, steps = (giver, taker), []
-    for _ in range(rng.randint(2, 3)):
+    for _ in range(rng.randint(2, 3 if wide else 2)):
         if rng.random() < 0.5 or held[giver] == 0:
             giver, taker = taker, giver
         if held[giver] == 0:
@@ -115,17 +116,17 @@ def _trade(rng: random.Random) -> tuple[str, str]:
     return f"{prompt} who has what?", f"{' '.join(steps)} so {result}"
 
 
-def _sort(rng: random.Random) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11))]
+def _sort(rng: random.Random, wide: bool) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if wide else 9))]
     return f"sort {' '.join(map(str, digits))}:", " ".join(map(str, sorted(digits)))
 
 
-def _reverse(rng: random.Random) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11))]
+def _reverse(rng: random.Random, wide: bool) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if wide else 9))]
     return f"reverse {' '.join(map(str, digits))}:", " ".join(map(str, reversed(digits)))
 
 
-_MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
+_MAKERS: dict[str, tuple[float, Callable[[random.Random, bool], tuple[str, str]]]] = {
     "sum": (0.20, _sum),
     "chain": (0.20, _chain),
     "totals": (0.20, _totals),
@@ -142,7 +143,9 @@ def is_held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 100 < _HELD_OUT_PER_100
 
 
-def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out") -> list[Problem]:
+def generate_problems(
+    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out", wide: bool = False
+) -> list[Problem]:
     """`n` problems, the same for the same arguments, drawn from `kinds` in their fixed proportions.
 
     Args:
@@ -150,6 +153,7 @@ def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, spl
         seed: seed of the generator.
         kinds: names out of `KINDS`; all of them by default.
         split: "held_out" or "train". No prompt is ever in both.
+        wide: larger numbers and longer answers than are judged by default; training begins with them.
     """
     if split not in ("held_out", "train"):
         raise ValueError(f'split must be "held_out" or "train", got {split!r}')
@@ -162,7 +166,7 @@ def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, spl
     problems: list[Problem] = []
     while len(problems) < n:
         kind = rng.choices(kinds, weights)[0]
-        prompt, answer = _MAKERS[kind][1](rng)
+        prompt, answer = _MAKERS[kind][1](rng, wide)
         # A problem of the other split is dropped, and the next one drawn from all kinds: the split favours none.
         if is_held_out(prompt) == (split == "held_out"):
             problems.append(Problem(kind, prompt, answer))
