@@ -26,8 +26,8 @@ from epoch_moe.report import ratios, work_summary
 
 
 @dataclass
-class _Side:
-    """One side's running results."""
+class Side:
+    """One side of a comparison: running results over batches of problems."""
 
     plan: EpochConfig | None
     seconds: float = 0.0
@@ -99,10 +99,10 @@ def compare(
         raise ValueError("compare needs at least one problem, got none")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected an integer >= 1")
-    dense, plan = _Side(None), _Side(config)
+    dense, plan = Side(None), Side(config)
     with patched(model, config):
         for side in (dense, plan):  # first calls pay for allocations and lazy initialisation
-            _Side(side.plan).solve(model, tokenizer, problems[:1], options)
+            Side(side.plan).solve(model, tokenizer, problems[:1], options)
         for number, start in enumerate(range(0, len(problems), batch_size)):
             batch = problems[start : start + batch_size]
             for side in (dense, plan) if number % 2 == 0 else (plan, dense):
@@ -132,7 +132,7 @@ def compare(
     }
 
 
-def _by_kind(problems: Sequence[Problem], dense: _Side, plan: _Side) -> dict[str, dict[str, float]]:
+def _by_kind(problems: Sequence[Problem], dense: Side, plan: Side) -> dict[str, dict[str, float]]:
     totals = Counter(problem.kind for problem in problems)
     right = {
         name: Counter(p.kind for p, ok in zip(problems, side.right, strict=True) if ok)
