@@ -37,6 +37,11 @@ class Golden:
     def moe_layers(self) -> list[int]:
         return sorted(int(key[5:].split(".")[0]) for key in self.forward if key.endswith(".moe_in"))
 
+    @property
+    def loaded(self) -> dict[str, Tensor]:
+        """`weights` as a model holds them: its expert bias is fp32, that of the golden bf16 file is bf16."""
+        return {k: v.float() if k.endswith("expert_bias") else v for k, v in self.weights.items()}
+
     def mask(self) -> Tensor:
         """The bool block-causal mask [1,1,S,S] of the LLaDA2 forwards."""
         return block_causal(self.forward["input_ids"].shape[1], self.about["block_length"])
@@ -69,12 +74,14 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if actual.numel() == 0:
         return 0.0
+    actual, expected = actual.detach(), expected.detach()
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
     return float(error.nan_to_num(float("inf")))
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    actual, expected = actual.detach(), expected.detach()
     error = (actual.double() - expected.double()).pow(2).mean().sqrt() / expected.double().pow(2).mean().sqrt()
     return float(error.nan_to_num(float("inf")))
 

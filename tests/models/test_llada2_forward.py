@@ -204,7 +204,7 @@ def test_wrong_caches_are_refused(model: LLaDA2MoeModelLM, ids: Tensor) -> None:
 
     with pytest.raises(TypeError, match="past_key_values is a tuple: expected a transformers Cache"):
         model(ids, past_key_values=())
-    with pytest.raises(TypeError, match="StaticCache.*DynamicCache"):
+    with pytest.raises(TypeError, match=r"StaticCache.*DynamicCache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))
     with pytest.raises(ValueError, match="not both"):
         model(ids, past_key_values=DynamicCache(), cache=DynamicCache())
@@ -399,7 +399,7 @@ def test_gradient_checkpointing(ids: Tensor, reentrant: bool | None) -> None:
     for name, p in model.named_parameters():
         if name in plain:
             torch.testing.assert_close(p.grad, plain[name])
-    with pytest.raises(ValueError, match="gradient checkpointing.*K/V twice"):
+    with pytest.raises(ValueError, match=r"gradient checkpointing.*K/V twice"):
         model(ids, past_key_values=DynamicCache())
 
 

@@ -113,6 +113,6 @@ def test_state_dict_keys_and_values_are_the_files(name: str) -> None:
     model = load(name)
     state = model.state_dict()
     assert state.keys() == golden.weights.keys()
-    for key, value in golden.weights.items():
+    for key, value in golden.loaded.items():
         assert state[key].dtype == value.dtype, key
         assert torch.equal(state[key], value), key
