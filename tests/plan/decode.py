@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from helpers import GOLDEN, additive
@@ -24,7 +24,7 @@ from epoch_moe.plan.liveness import NO_TOKEN
 MASK_ID = 125
 
 
-@lru_cache(maxsize=None)
+@cache
 def _loaded(name: str) -> LLaDA2MoeModelLM:
     return LLaDA2MoeModelLM.from_pretrained(GOLDEN / name, dtype=torch.float32).eval()
 

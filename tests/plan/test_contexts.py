@@ -246,11 +246,12 @@ def test_gradients_under_a_plan_are_refused(model: LLaDA2MoeModelLM) -> None:
     decode = make_decode(0, forwards=1)
     context = BlockPlanContext(model._epoch_moe, ALL_EXPERTS)
     inputs = decode.forwards[0]
-    with context.block(**decode.block_args):  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="gradients"), context.iteration(
-            inputs.ids_BS, mask_id=MASK_ID, lead=inputs.lead
-        ):
-            inputs.run(model)
+    with (
+        context.block(**decode.block_args),  # type: ignore[arg-type]
+        pytest.raises(RuntimeError, match="gradients"),
+        context.iteration(inputs.ids_BS, mask_id=MASK_ID, lead=inputs.lead),
+    ):
+        inputs.run(model)
     assert inputs.run(model).requires_grad
 
 

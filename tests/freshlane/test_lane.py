@@ -1,0 +1,136 @@
+"""The lane on one device: worklists and restoring, against loops over rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.routing import NO_EXPERT
+
+CHECKED = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> tuple[Tensor, int]:
+    rows, top_k, experts = draw(st.integers(0, 17)), draw(st.integers(1, 5)), draw(st.integers(1, 13))
+    ids = draw(st.lists(st.integers(-1, experts - 1), min_size=rows * top_k, max_size=rows * top_k))
+    return torch.tensor(ids, dtype=torch.int64).view(rows, top_k), experts
+
+
+@CHECKED
+@given(assignments())
+def test_worklists_hold_every_pair_in_expert_order(case: tuple[Tensor, int]) -> None:
+    ids_RK, experts = case
+    work = build_worklist(ids_RK, experts)
+    pairs = sorted(
+        (int(ids_RK[r, k]), r, k)
+        for r in range(ids_RK.shape[0])
+        for k in range(ids_RK.shape[1])
+        if ids_RK[r, k] != NO_EXPERT
+    )
+    assert work.row_P[: len(pairs)].tolist() == [r for _, r, _ in pairs]
+    assert [int(work.rank_RK[r, k]) for _, r, k in pairs] == list(range(len(pairs)))
+    assert sorted(work.rank_RK.flatten().tolist()) == list(range(ids_RK.numel()))  # a permutation, empty pairs too
+    assert work.counts_E.tolist() == [sum(e == expert for e, _, _ in pairs) for expert in range(experts)]
+    assert work.offsets_E.tolist() == [sum(e <= expert for e, _, _ in pairs) for expert in range(experts)]
+    assert work.offsets_E.dtype == torch.int32
+    assert torch.equal(work.valid_RK, ids_RK != NO_EXPERT)
+
+
+@CHECKED
+@given(assignments(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_combine_weighs_valid_pairs_and_ignores_the_rest(case: tuple[Tensor, int], dtype: torch.dtype) -> None:
+    ids_RK, experts = case
+    work = build_worklist(ids_RK, experts)
+    pairs_PH = torch.randn(ids_RK.numel(), 3).to(dtype)
+    pairs_PH[int(work.counts_E.sum()) :] = float("nan")
+    weights_RK = torch.rand(ids_RK.shape)
+    weights_RK[ids_RK == NO_EXPERT] = float("inf")
+    want_RH = torch.zeros(ids_RK.shape[0], 3)
+    for r in range(ids_RK.shape[0]):
+        for k in range(ids_RK.shape[1]):
+            if ids_RK[r, k] != NO_EXPERT:
+                want_RH[r] += pairs_PH[work.rank_RK[r, k]].float() * weights_RK[r, k]
+    out_RH = combine(pairs_PH, weights_RK, work, dtype)
+    assert out_RH.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out_RH.float(), want_RH, rtol=tolerance, atol=tolerance)
+
+
+def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> RowPlan:
+    """A row plan from one word per row: fresh, store (fresh and cached), reuse, none."""
+    window = seq_len - lead
+
+    def rows_of(*words: str) -> list[int]:
+        return [t for t, kind in enumerate(kinds) if kind in words]
+
+    def entries(rows: list[int]) -> Tensor:
+        return torch.tensor([t // seq_len * window + t % seq_len - lead for t in rows], dtype=torch.int64)
+
+    fresh = rows_of("fresh", "store")
+    empty = torch.zeros(0, dtype=torch.int64)
+    return RowPlan(
+        batch=batch,
+        seq_len=seq_len,
+        fresh_R=torch.tensor(fresh, dtype=torch.int64),
+        restricted_R=torch.zeros(len(fresh), dtype=torch.bool),
+        joining_R=torch.zeros(len(fresh), dtype=torch.bool),
+        vote_src=empty,
+        vote_dst=empty,
+        block_len=window,
+        sequence_R=torch.tensor(fresh, dtype=torch.int64) // seq_len,
+        store_src=torch.tensor([fresh.index(t) for t in rows_of("store")], dtype=torch.int64),
+        store_dst=entries(rows_of("store")),
+        reuse_src=entries(rows_of("reuse")),
+        reuse_dst=torch.tensor(rows_of("reuse"), dtype=torch.int64),
+        num_rows=len(kinds) - len(rows_of("none")),
+        num_restricted=0,
+        all_fresh=len(fresh) == len(kinds),
+    )
+
+
+@pytest.mark.parametrize("lead", [0, 3])
+@pytest.mark.parametrize("words", [["fresh", "store"], ["store", "reuse"], ["fresh", "store", "reuse", "none"]])
+def test_restore_gives_each_row_its_own_output(lead: int, words: list[str], poisoned_empty: None) -> None:
+    rng = random.Random(len(words) + lead)
+    for _ in range(20):
+        batch, window = rng.randrange(1, 4), rng.randrange(1, 6)
+        seq_len = lead + window
+        kinds = [
+            rng.choice(words) if t % seq_len >= lead else "fresh" for t in range(batch * seq_len)
+        ]
+        rows = row_plan(batch, seq_len, lead, kinds)
+        x_TH = torch.randn(batch * seq_len, 2)
+        cache_MH = torch.randn(batch * window, 2)
+        before = cache_MH.clone()
+        read = {int(m) for m in rows.reuse_src}
+        for m in range(batch * window):
+            if m not in read:
+                before[m] = cache_MH[m] = float("nan")
+        out_TH = restore(pick(x_TH, rows) + 100, rows, cache_MH)
+        for t, kind in enumerate(kinds):
+            if t % seq_len < lead:
+                assert torch.equal(out_TH[t], x_TH[t] + 100)
+                continue
+            entry = t // seq_len * window + t % seq_len - lead
+            want = {"reuse": before[entry], "none": torch.zeros(2)}.get(kind, x_TH[t] + 100)
+            assert torch.equal(out_TH[t], want)
+            held = x_TH[t] + 100 if kind == "store" else before[entry]
+            assert torch.equal(cache_MH[entry].nan_to_num(-1), held.nan_to_num(-1))
+
+
+def test_restoring_does_not_let_the_cache_alias_the_output() -> None:
+    rows = row_plan(1, 3, 0, ["store"] * 3)
+    y_RH, cache_MH = torch.randn(3, 2), torch.zeros(3, 2)
+    out_TH = restore(y_RH, rows, cache_MH)
+    kept = cache_MH.clone()
+    out_TH += 1  # a residual connection that works in place
+    assert torch.equal(cache_MH, kept)

@@ -1,0 +1,231 @@
+"""`EpochMoEBlock` around a block of the released remote code's contract, under other names."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import relative_error
+from torch import Tensor, nn
+
+import epoch_moe
+from epoch_moe.block import EpochMoEBlock
+from epoch_moe.config import EpochConfig
+from epoch_moe.families import describe_block
+from epoch_moe.plan.context import BlockPlanContext
+
+H, F_INNER, E, K, GROUPS, KEPT = 24, 8, 12, 3, 4, 2
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(H, inner, bias=False), nn.Linear(H, inner, bias=False)
+        self.down_proj = nn.Linear(inner, H, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    def __init__(self, config: types.SimpleNamespace):
+        super().__init__()
+        self.config = config
+        self.top_k, self.n_group, self.topk_group, self.routed_scaling_factor = K, GROUPS, KEPT, 2.5
+        self.weight = nn.Parameter(torch.randn(E, H))
+        self.register_buffer("expert_bias", 0.2 * torch.randn(E))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden.reshape(-1, H).float(), self.weight.float())
+        scores = logits.sigmoid()
+        biased = scores + self.expert_bias
+        groups = biased.view(-1, GROUPS, E // GROUPS).topk(2, dim=-1).values.sum(-1)
+        keep = torch.zeros_like(groups).scatter_(1, groups.topk(KEPT, sorted=False).indices, 1.0).bool()
+        ids = biased.masked_fill(~keep.repeat_interleave(E // GROUPS, dim=1), float("-inf")).topk(K, dim=-1).indices
+        weights = scores.gather(1, ids)
+        return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, logits
+
+
+class OddlyNamedMixture(nn.Module):
+    """Loops over experts when training; without gradients for the routed part otherwise. Returns a tuple."""
+
+    def __init__(self, shared: bool = True):
+        super().__init__()
+        self.config = types.SimpleNamespace(num_experts=E)
+        self.experts = nn.ModuleList(Mlp(F_INNER) for _ in range(E))
+        self.gate = Router(self.config)
+        if shared:
+            self.shared_experts = Mlp(F_INNER)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        batch, seq_len, _ = hidden.shape
+        ids, weights, logits = self.gate(hidden)
+        x = hidden.reshape(-1, H)
+        out = self.routed_training(x, ids, weights) if self.training else self.moe_infer(x, ids, weights)
+        out = out.view(batch, seq_len, H)
+        if hasattr(self, "shared_experts"):
+            out = out + self.shared_experts(hidden)
+        return out, (logits.view(batch, seq_len, E), ids.view(batch, seq_len, K))
+
+    def routed_training(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        repeated, flat = x.repeat_interleave(K, dim=0), ids.view(-1)
+        out = torch.zeros_like(repeated)
+        for index, expert in enumerate(self.experts):
+            out[flat == index] = expert(repeated[flat == index])
+        return (out.view(*weights.shape, H) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    @torch.no_grad()
+    def moe_infer(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order = ids.view(-1).argsort()
+        outs = torch.zeros(order.numel(), H, dtype=x.dtype)
+        for index in range(E):
+            pairs = order[ids.view(-1)[order] == index]
+            if pairs.numel():
+                outs[pairs] = self.experts[index](x[pairs // K])
+        return (outs.view(*ids.shape, H).to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class Stack(nn.Module):
+    """Something with layers, as `patch` wants it; base model and LM head in one."""
+
+    def __init__(self, layers: int = 2, **kwargs: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": OddlyNamedMixture(**kwargs)}) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer["mlp"](hidden)[0]  # type: ignore[index]
+        return hidden
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_released_shape_under_another_name_is_the_same_function(training: bool, shared: bool) -> None:
+    plain = Stack(shared=shared).train(training)
+    model = copy.deepcopy(plain)
+    report = epoch_moe.patch(model)
+    assert report.patched == ["layers.0.mlp", "layers.1.mlp"] and report.moved_bytes == report.expert_bytes > 0
+    for shape in [(2, 7, H), (1, 1, H), (3, 5, H)]:
+        x = torch.randn(shape)
+        assert relative_error(model(x), plain(x)) < 1e-6
+        (out, (logits, ids)), (want, (want_logits, want_ids)) = (
+            m.layers[0]["mlp"](x) for m in (model, plain)  # type: ignore[index]
+        )
+        assert relative_error(out, want) < 1e-6 and torch.equal(ids, want_ids)
+        torch.testing.assert_close(logits, want_logits)
+    # Without rows and without contiguous memory, where the released code fails.
+    assert model(torch.randn(1, 0, H)).shape == (1, 0, H)
+    x = torch.randn(7, 2, H).transpose(0, 1)
+    torch.testing.assert_close(model(x), model(x.contiguous()))
+
+
+def test_training_gradients_are_the_originals() -> None:
+    plain = Stack().train()
+    model = copy.deepcopy(plain)
+    epoch_moe.patch(model)
+    x = torch.randn(2, 9, H)
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    for (name, parameter), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        want = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        got = torch.zeros_like(other) if other.grad is None else other.grad
+        assert relative_error(got, want) < 2e-5 or want.abs().max() < 1e-6, name
+
+
+def test_an_optimizer_step_reaches_the_stacked_weights() -> None:
+    plain = Stack().train()
+    model = copy.deepcopy(plain)
+    epoch_moe.patch(model)
+    x = torch.randn(2, 9, H)
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    assert relative_error(model(x), plain(x)) < 1e-5
+
+
+def test_attributes_and_modes_pass_through() -> None:
+    model = Stack(1)
+    original = model.layers[0]["mlp"]  # type: ignore[index]
+    original.note = "kept"
+    epoch_moe.patch(model)
+    block = model.layers[0]["mlp"]  # type: ignore[index]
+    assert isinstance(block, EpochMoEBlock) and block.note == "kept" and block.config is original.config
+    assert block.gate is original.gate and block.experts is original.experts
+    model.train(False)
+    assert not block.training and not original.training and not block.gate.training
+    model.train()
+    assert block.training and original.training
+    with pytest.raises(AttributeError):
+        block.absent  # noqa: B018
+    assert "index=0" in repr(block) and "llada2" in repr(block)
+
+
+def test_hooks_keep_running_and_stay_after_unpatching() -> None:
+    model = Stack(1).eval()
+    original = model.layers[0]["mlp"]  # type: ignore[index]
+    seen: list[str] = []
+    before = original.register_forward_hook(lambda *_: seen.append("before"))
+    epoch_moe.patch(model)
+    block = model.layers[0]["mlp"]  # type: ignore[index]
+    block.register_forward_hook(lambda *_: seen.append("after"))
+    model(torch.randn(1, 3, H))
+    assert seen == ["before", "after"]
+    before.remove()
+    epoch_moe.unpatch(model)
+    model(torch.randn(1, 3, H))
+    assert seen == ["before", "after", "after"]
+
+
+def test_a_child_replaced_while_patched_stays_replaced() -> None:
+    model = Stack(1).eval()
+    original = model.layers[0]["mlp"]  # type: ignore[index]
+    epoch_moe.patch(model)
+    model.layers[0]["mlp"].shared_experts = Mlp(5)  # type: ignore[index]
+    x = torch.randn(1, 3, H)
+    patched_out = model(x)
+    epoch_moe.unpatch(model)
+    assert original.shared_experts.up_proj.out_features == 5
+    assert relative_error(model(x), patched_out) < 1e-6
+
+
+def test_a_plan_works_on_hidden_states_alone() -> None:
+    """The layer, the plan and the lane without a transformers model."""
+    model = Stack().eval()
+    dense_model = copy.deepcopy(model)
+    epoch_moe.patch(model, "exact")
+    context = BlockPlanContext(model._epoch_moe, EpochConfig.exact())  # type: ignore[arg-type]
+    ids_BS = torch.tensor([[1, 9, 9, 2]])
+    with torch.no_grad(), context.block(batch=1, window=4):
+        for _ in range(3):
+            x = torch.randn(1, 4, H)
+            with context.iteration(ids_BS, mask_id=9):
+                out = model(x)
+                assert model.layers[0]["mlp"](x)[1] is not None  # type: ignore[index]  # a second visit: dense
+            assert relative_error(out, dense_model(x)) < 1e-6
+    assert context.counters.read().fallbacks == {"revisit": 3, "version": 2}
+
+
+def test_only_blocks_of_a_known_shape_are_described() -> None:
+    block = OddlyNamedMixture()
+    spec = describe_block(block)
+    assert spec is not None and spec.router.kind == "sigmoid_group" and spec.shared == "shared_experts"
+    assert (spec.router.n_group, spec.router.topk_group, spec.router.top_k) == (GROUPS, KEPT, K)
+    assert describe_block(OddlyNamedMixture(shared=False)).shared is None  # type: ignore[union-attr]
+    block.config.expert_capacity, block.config.block_size = 6, 4
+    assert describe_block(block).router.kind == "block_pool"  # type: ignore[union-attr]
+    assert describe_block(nn.Linear(2, 2)) is None and describe_block(Mlp(3)) is None
+    for name in ("gate", "experts"):
+        other = OddlyNamedMixture()
+        delattr(other, name)
+        assert describe_block(other) is None
+    broken = OddlyNamedMixture()
+    broken.experts = broken.experts[:5]
+    with pytest.raises(ValueError, match=r"5 experts but a gate weight \(12, 24\)"):
+        describe_block(broken)

@@ -1,0 +1,73 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import epoch_moe
+
+NAMES = [
+    "BlockPlanContext",
+    "BlockSpec",
+    "EpochConfig",
+    "EpochMoEBlock",
+    "PatchReport",
+    "RouterSpec",
+    "__version__",
+    "generate",
+    "load_model",
+    "patch",
+    "patched",
+    "register_auto_classes",
+    "unpatch",
+]
+
+
+def test_the_exported_names_are_these() -> None:
+    assert sorted(epoch_moe.__all__) == NAMES
+    assert set(NAMES) <= set(dir(epoch_moe))
+    for name in NAMES:
+        value = getattr(epoch_moe, name)
+        assert name == "__version__" or value.__doc__
+    with pytest.raises(AttributeError, match="no attribute 'pach'"):
+        epoch_moe.pach  # noqa: B018
+
+
+def test_signatures_are_these() -> None:
+    def parameters(function: object) -> list[str]:
+        return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+    assert parameters(epoch_moe.patch) == ["model", "config", "strict"]
+    assert parameters(epoch_moe.patched) == ["model", "config", "strict"]
+    assert parameters(epoch_moe.unpatch) == ["model"]
+    assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
+        "self", "batch", "window", "prefix", "prefix_constant",
+    ]
+    assert parameters(epoch_moe.BlockPlanContext.iteration) == [
+        "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN",
+    ]
+    assert parameters(epoch_moe.EpochConfig) == [
+        "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
+        "refresh_interval", "future_rows", "backend",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import epoch_moe", ["torch", "transformers"]),
+        (
+            "from epoch_moe import EpochConfig, EpochMoEBlock, BlockSpec, RouterSpec, BlockPlanContext, patch, unpatch,"
+            " patched, PatchReport",
+            ["transformers"],
+        ),
+    ],
+)
+def test_imports_load_no_more_than_they_need(statement: str, absent: list[str]) -> None:
+    code = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout.strip() == "[]"
