@@ -127,10 +127,11 @@ class Canvas:
         self.starts = [self.first_block - rows for rows in whole]
         self.prompt_ends = [start + len(prompt) for start, prompt in zip(self.starts, prompts, strict=True)]
         self.ends = [-(-(end + settings.gen_length) // block) * block for end in self.prompt_ends]
-        self.ids_BW = torch.full((len(prompts), max(self.ends)), settings.mask_id, device=device)
+        ids_BW = torch.full((len(prompts), max(self.ends)), settings.mask_id)
         for row, (prompt, start, end) in enumerate(zip(prompts, self.starts, self.prompt_ends, strict=True)):
-            self.ids_BW[row, :start] = settings.pad_id
-            self.ids_BW[row, start:end] = prompt.to(device)
+            ids_BW[row, :start] = settings.pad_id
+            ids_BW[row, start:end] = prompt
+        self.ids_BW = ids_BW.to(device)
         self._to_device()
 
     def _to_device(self) -> None:
