@@ -184,6 +184,7 @@ class EpochMoEBlock(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:
         # Through the original: its class may keep some tensors in their own dtype.
         self._original[0]._apply(fn, recurse)
+        self.weights.release()  # else the old storage lives on beside the new one until the next forward
         return self
 
     def train(self, mode: bool = True) -> EpochMoEBlock:

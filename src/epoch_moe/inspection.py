@@ -1,4 +1,4 @@
-"""`epoch-moe inspect`: what a checkpoint is and what `patch` would do, read from its config and file headers alone."""
+"""`epoch-moe inspect`: what a checkpoint is and what `patch` would do, from its configuration and file headers."""
 
 from __future__ import annotations
 
@@ -8,49 +8,47 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from epoch_moe.families import describe_block
-from epoch_moe.models.checkpoint import read_headers
-from epoch_moe.models.loading import locate, model_class
+from epoch_moe.models.loading import read_checkpoint
+
+_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
-    """Family, MoE layers, routing and sizes of a checkpoint. No weights are read.
+    """Family, MoE layers, routing and sizes of a checkpoint. No weights are read, and none are downloaded.
 
     Raises:
-        OSError, ValueError: as `epoch_moe.load_model` does for a checkpoint that it cannot load.
+        FileNotFoundError, ValueError: as `epoch_moe.load_model` does for a checkpoint that it cannot load.
     """
-    folder = locate(path_or_id)
-    config, lm_class = model_class(folder)
-    headers = read_headers(folder)
-    with torch.device("meta"):
-        model = lm_class(config)
-    blocks = {path: spec for path, module in model.named_modules() if (spec := describe_block(module)) is not None}
-    expert_bytes = sum(h.num_bytes for name, h in headers.items() if ".experts." in name)
-    total_bytes = sum(h.num_bytes for h in headers.values())
+    checkpoint = read_checkpoint(path_or_id)
+    config = checkpoint.config
+    sizes = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
+    expert_bytes = sum(size for key, size in sizes.items() if ".experts." in key)
+    spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
+    moe_layers = range(config.first_k_dense_replace, config.num_hidden_layers)
     result: dict[str, Any] = {
         "checkpoint": str(path_or_id),
         "model_type": config.model_type,
-        "architecture": lm_class.__name__,
-        "parameters": sum(prod(h.shape) for h in headers.values()),
-        "bytes": total_bytes,
+        "architecture": checkpoint.lm_class.__name__,
+        "sizes_from": "files" if checkpoint.stored else "config.json, as bf16",
+        "parameters": sum(prod(shape) for shape in checkpoint.shapes.values()),
+        "bytes": sum(sizes.values()),
         "expert_bytes": expert_bytes,
-        "tensors": len(headers),
-        "stored_dtypes": dict(Counter(h.dtype for h in headers.values())),
+        "tensors": len(sizes),
+        "stored_dtypes": dict(Counter(checkpoint.dtypes.values())),
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "eos_token_id": config.eos_token_id,
-        "moe_layers": len(blocks),
-        "patch": [f"{path} -> EpochMoEBlock({spec.family})" for path, spec in blocks.items()],
+        "moe_layers": 0 if spec is None else len(moe_layers),
+        "patch": [],
     }
-    if blocks:
-        spec = next(iter(blocks.values()))
+    if spec is not None:
         router = spec.router
         result.update(
             family=spec.family,
+            patch=[f"model.layers.{layer}.mlp -> EpochMoEBlock({spec.family})" for layer in moe_layers],
             router={
                 name: value
                 for name, value in vars(router).items()
@@ -58,9 +56,9 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
             },
             expert_inner_size=config.moe_intermediate_size,
             shared_expert=spec.shared is not None,
-            bytes_per_expert=expert_bytes // (len(blocks) * router.num_experts),
+            bytes_per_expert=expert_bytes // (len(moe_layers) * router.num_experts),
             moved_bytes=expert_bytes,
-            peak_extra_bytes=2 * expert_bytes // (3 * len(blocks)),
+            peak_extra_bytes=2 * expert_bytes // (3 * len(moe_layers)),
         )
     return result
 
@@ -74,7 +72,7 @@ def inspection_text(result: Mapping[str, Any]) -> str:
     lines = [
         f"{result['checkpoint']}: {result['architecture']} ({result['model_type']}), "
         f"{result['parameters'] / 1e6:,.1f} M parameters, {size(result['bytes'])} in {result['tensors']} tensors "
-        f"({', '.join(f'{n} {dtype}' for dtype, n in result['stored_dtypes'].items())})",
+        f"({', '.join(f'{n} {dtype}' for dtype, n in result['stored_dtypes'].items())}; from {result['sizes_from']})",
         f"layers: {result['layers']}, of which {result['moe_layers']} MoE; hidden {result['hidden_size']}, "
         f"vocabulary {result['vocab_size']}, mask id {result['mask_token_id']}, end id {result['eos_token_id']}",
     ]
@@ -88,6 +86,7 @@ def inspection_text(result: Mapping[str, Any]) -> str:
         f"{result['expert_inner_size']}, {'with' if result['shared_expert'] else 'without'} a shared expert",
         f"patch() would replace {result['moe_layers']} blocks, move {size(result['moved_bytes'])} into stacked storage "
         f"(peak extra memory {size(result['peak_extra_bytes'])}), and leave state_dict as it is:",
-        *(f"  {line}" for line in result["patch"]),
+        *(f"  {line}" for line in result["patch"][:3]),
+        *([f"  ... and {result['moe_layers'] - 3} more"] if result["moe_layers"] > 3 else []),
     ]
     return "\n".join(lines)

@@ -293,7 +293,10 @@ class _BlockLoop:
         chunk = max(self.settings.prefill_chunk // block, 1) * block
         while begin - self.cache.length > chunk:
             first = self.cache.length
-            self.forward(self.canvas.ids_BW[:, first : first + chunk], first, self.attention_bias(first, first + chunk))
+            end = first + chunk
+            real_rows = sum(max(0, end - max(first, start)) for start in self.canvas.starts)
+            with self.context.prefill(real_rows):
+                self.forward(self.canvas.ids_BW[:, first:end], first, self.attention_bias(first, end))
             self.cache.commit(chunk)
             self.prefill_forwards += 1
         return self.cache.length

@@ -106,7 +106,7 @@ class ExpertWeights:
     def ensure(self) -> Stacked:
         """The stacked tensors, stacked anew where a parameter's storage was replaced since the last use.
 
-        Peak extra memory while stacking: one projection of all experts of this layer.
+        Peak extra memory while stacking: the gate and up projections of this layer's experts.
         """
         if not self.is_stacked():
             with self._lock:
@@ -121,6 +121,11 @@ class ExpertWeights:
         if self._stacked is None:
             raise RuntimeError("the experts are not stacked: call ensure() first")
         return self._stacked
+
+    def release(self) -> None:
+        """Drop the stacked tensors where parameters have left them, so that old storage does not outlive `.to()`."""
+        if not self.is_stacked():
+            self._stacked, self._params, self._addresses = None, [], ()
 
     def differentiable(self) -> Stacked:
         """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per expert)."""

@@ -216,6 +216,11 @@ class LLaDA2MoeSparseMoeBlock(nn.Module):
             self.shared_experts = LLaDA2MoeMLP(config, config.moe_intermediate_size * config.num_shared_experts)
         self._weights = ExpertWeights(self.experts)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> LLaDA2MoeSparseMoeBlock:
+        super()._apply(fn, recurse)
+        self._weights.release()
+        return self
+
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``[B,S,H] -> (out [B,S,H], (router_logits [B,S,E] fp32, topk_idx [B,S,K]))``."""
         batch, seq_len, hidden = hidden_states.shape

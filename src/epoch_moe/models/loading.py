@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def load_model(
         )
     register_auto_classes()
     folder = _locate(path_or_id, revision, local_files_only)
-    config_class, _, lm_class = _family(folder, read_config(folder))
-    config = config_class.from_pretrained(folder)
+    config, lm_class = _classes(folder)
     headers = read_headers(folder)
     _check_against_model(folder, headers, lm_class, config)
     model, info = lm_class.from_pretrained(
@@ -111,6 +111,54 @@ def load_model(
     _check_loaded(folder, model, info)
     model.to(target_device)
     return model.eval(), _tokenizer(folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint says of itself, without its weights.
+
+    Attributes:
+        config: its configuration.
+        lm_class: the class that `load_model` would build.
+        shapes: every tensor's shape, by state-dict key.
+        dtypes: every tensor's safetensors dtype.
+        stored: whether shapes and dtypes were read from files; False: they are what the configuration implies, in
+            bf16 with an fp32 expert bias as released.
+        skeleton: the model on the meta device, cut off after its first MoE layer.
+    """
+
+    config: PretrainedConfig
+    lm_class: type[PreTrainedModel]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    stored: bool
+    skeleton: nn.Module
+
+
+def read_checkpoint(
+    path_or_id: str | Path, *, revision: str | None = None, local_files_only: bool = False
+) -> Checkpoint:
+    """Read a checkpoint's configuration and file headers; of a Hub checkpoint only its JSON files are downloaded.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_model`.
+    """
+    folder = _locate(path_or_id, revision, local_files_only, patterns=("*.json",))
+    config, lm_class = _classes(folder)
+    if any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir():
+        headers = read_headers(folder)
+        _check_against_model(folder, headers, lm_class, config)
+        shapes = {key: header.shape for key, header in headers.items()}
+        dtypes = {key: header.dtype for key, header in headers.items()}
+        return Checkpoint(config, lm_class, shapes, dtypes, True, _skeleton(lm_class, config))
+    shapes = _expected_shapes(lm_class, config)
+    dtypes = {key: "F32" if key.endswith("expert_bias") else "BF16" for key in shapes}
+    return Checkpoint(config, lm_class, shapes, dtypes, False, _skeleton(lm_class, config))
+
+
+def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    config_class, _, lm_class = _family(folder, read_config(folder))
+    return config_class.from_pretrained(folder), lm_class
 
 
 def _quoted(names: Any) -> str:
@@ -146,7 +194,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _locate(path_or_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
+def _locate(
+    path_or_id: str | Path, revision: str | None, local_files_only: bool, patterns: Sequence[str] = _DOWNLOADED
+) -> Path:
     """The folder of a built-in, local or Hub checkpoint; Hub checkpoints are downloaded."""
     name = str(path_or_id)
     builtin = builtin_checkpoints()
@@ -163,17 +213,17 @@ def _locate(path_or_id: str | Path, revision: str | None, local_files_only: bool
             f"no checkpoint {name!r}: expected a name from the package ({_quoted(builtin) or 'this install has none'})"
             ", an existing local folder, or a Hugging Face Hub id 'owner/name'"
         )
-    return _download(name, revision, local_files_only)
+    return _download(name, revision, local_files_only, patterns)
 
 
-def _download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
+def _download(repo_id: str, revision: str | None, local_files_only: bool, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         # The usual cache of transformers; Python files are left out, as nothing here would run them.
         folder = snapshot_download(
-            repo_id, revision=revision, local_files_only=local_files_only, allow_patterns=list(_DOWNLOADED)
+            repo_id, revision=revision, local_files_only=local_files_only, allow_patterns=list(patterns)
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
@@ -214,20 +264,26 @@ def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype
     return _STORED_DTYPES[stored]
 
 
-def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by state-dict key, from a model on the meta device.
+def _skeleton(lm_class: Callable[..., Any], config: PretrainedConfig) -> nn.Module:
+    """The model on the meta device, with one MoE layer only.
 
-    With one MoE layer only: building all of a released model's modules takes longer than all other checks together,
-    and its MoE layers are alike.
+    Building all of a released model's modules takes longer than all other checks together, and its MoE layers are
+    alike.
     """
-    layers = config.num_hidden_layers
     shallow = copy.deepcopy(config)
-    shallow.num_hidden_layers = min(layers, config.first_k_dense_replace + 1)
+    shallow.num_hidden_layers = min(config.num_hidden_layers, config.first_k_dense_replace + 1)
     with torch.device("meta"):
         skeleton: nn.Module = lm_class(shallow)
+    return skeleton
+
+
+def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes by state-dict key, from a skeleton whose MoE layer stands for all."""
+    skeleton = _skeleton(lm_class, config)
+    built = skeleton.config.num_hidden_layers  # type: ignore[union-attr]
     shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
-    last = f"model.layers.{shallow.num_hidden_layers - 1}."
-    for layer in range(shallow.num_hidden_layers, layers):
+    last = f"model.layers.{built - 1}."
+    for layer in range(built, config.num_hidden_layers):
         shapes |= {
             f"model.layers.{layer}.{key.removeprefix(last)}": shape
             for key, shape in list(shapes.items())

@@ -107,6 +107,10 @@ class DecodeContext(Protocol):
         """One forward."""
         ...
 
+    def prefill(self, rows: int) -> AbstractContextManager[None]:
+        """One forward outside of a block."""
+        ...
+
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
         """After sampling."""
         ...
@@ -223,9 +227,7 @@ class BlockPlanContext:
         except BaseException:
             self.end_block()
             raise
-        self.counters.forwards += 1
-        self.counters.forward_rows += valid_rows
-        self.counters.dense_rows += valid_rows * self.counters.num_layers
+        self.counters.add_forward(valid_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
             self.counters.history.append(
@@ -236,6 +238,16 @@ class BlockPlanContext:
                     "live": forward.rows.vote_src.numel(),
                 }
             )
+
+    @contextmanager
+    def prefill(self, rows: int) -> Iterator[None]:
+        """Surround a forward outside of a block that only writes K/V: dense, counted with its ``rows`` valid rows."""
+        if self._open:
+            raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
+        self._patched.ensure_stacked()
+        with self._patched.slot.activate(DenseForward(self.counters)):
+            yield
+        self.counters.add_forward(rows)
 
     def _check_rows(
         self,
@@ -298,6 +310,11 @@ class UntrackedContext:
 
     @contextmanager
     def iteration(self, ids_BS: Tensor, **kwargs: Any) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+    @contextmanager
+    def prefill(self, rows: int) -> Iterator[None]:
         """Nothing."""
         yield
 

@@ -160,6 +160,12 @@ class Counters:
     def __post_init__(self) -> None:
         self.rows_L = [0] * self.num_layers
 
+    def add_forward(self, valid_rows: int) -> None:
+        """One model forward of so many valid rows."""
+        self.forwards += 1
+        self.forward_rows += valid_rows
+        self.dense_rows += valid_rows * self.num_layers
+
     def add_layer(self, layer: int, rows: int, counts_E: Tensor) -> None:
         """One layer's routed work: fresh rows (host) and pairs per expert (device)."""
         self.rows_L[layer] += rows

@@ -1,0 +1,88 @@
+"""The command line, as a user types it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from epoch_moe.cli import build_parser, main
+from epoch_moe.config import EpochConfig
+
+
+def run(capsys, *arguments):
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_compare_prints_a_table_and_writes_json(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    status, out, _ = run(
+        capsys, "compare", "--problems", "3", "--seed", "5", "--on-miss", "drop", "--coverage", "0.9",
+        "--refresh-interval", "none", "--json", str(path), "--no-progress",
+    )  # fmt: skip
+    assert status == 0
+    assert "plan / dense" in out and "same text as dense" in out
+    result = json.loads(path.read_text())
+    assert result["problems"] == 3 and result["seed"] == 5
+    config = {name: result["config"][name] for name in ("coverage", "on_miss", "refresh_interval")}
+    assert config == {"coverage": 0.9, "on_miss": "drop", "refresh_interval": None}
+
+
+def test_generate_solves_a_sum(capsys):
+    status, out, err = run(capsys, "generate", "sum 3 8 5 9 2:", "--report")
+    assert status == 0
+    assert "27" in out
+    assert "tokens per forward" in err and "pairs" in err and "patched" in err
+
+
+@pytest.mark.parametrize("preset", ["dense", "exact", "paper"])
+def test_generate_presets_and_stream(capsys, preset):
+    status, streamed, _ = run(capsys, "generate", "sum 3 8 5 9 2:", "--preset", preset, "--stream")
+    assert status == 0
+    _, whole, _ = run(capsys, "generate", "sum 3 8 5 9 2:", "--preset", preset)
+    assert streamed.strip() == whole.strip() != ""
+
+
+def test_inspect(capsys, tmp_path):
+    path = tmp_path / "inspect.json"
+    status, out, _ = run(capsys, "inspect", "tiny-llada2", "--json", str(path))
+    assert status == 0
+    result = json.loads(path.read_text())
+    assert result["family"] == "llada2" and result["router"]["top_k"] == 4
+    assert len(result["patch"]) == result["moe_layers"] == 3
+    assert "EpochMoEBlock" in out and "sigmoid_group" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "quoted"),
+    [
+        (["generate", "x", "--model", "no-such-model"], "no-such-model"),
+        (["inspect", "no-such-model"], "no-such-model"),
+        (["compare", "--problems", "0"], "--problems 0"),
+        (["compare", "--coverage", "1.5", "--problems", "1"], "coverage=1.5"),
+        (["generate", "sum 1 2:", "--gen-length", "0"], "gen_length=0"),
+        (["generate", "sum 1 2:", "--block-length", "0"], "block_length=0"),
+        (["generate", ""], "empty"),
+        (["generate", "sum 1 2:", "--preset", "dense", "--coverage", "0.9"], "dense"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, arguments, quoted):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert quoted in err and "Traceback" not in err
+
+
+def test_plan_options_change_the_preset_only_where_given():
+    from epoch_moe.cli import _plan
+
+    parsed = build_parser().parse_args(["compare", "--preset", "paper", "--coverage", "none"])
+    assert _plan(parsed) == EpochConfig.paper(coverage=None)
+
+
+def test_help_names_every_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "epoch_moe.cli", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(command in done.stdout for command in ("generate", "inspect", "compare"))
