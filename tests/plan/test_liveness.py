@@ -176,6 +176,16 @@ def test_liveness_from_the_decoder_overrides_the_mask_id() -> None:
     assert rows.fresh_R[rows.restricted_R].tolist() == [0, 2]
 
 
+def test_a_stable_row_that_becomes_live_is_computed() -> None:
+    plan = simple_plan()
+    for live in ([False, False], [False, True], [False, True], [False, False], [False, False]):
+        rows = step(plan, [7, 8, 9, MASK], live_BN=torch.tensor([[*live, False, True]]))
+        if plan.forwards == 1:
+            continue
+        # In the fourth forward it is not live any more, but what was cached before it was live is gone.
+        assert (1 in rows.fresh_R.tolist()) == (plan.forwards in (2, 3, 4))
+
+
 def test_an_invalid_live_row_neither_votes_nor_runs() -> None:
     plan = simple_plan()
     rows = step(plan, [7, MASK, MASK, MASK], valid_BS=torch.tensor([[True, True, False, True]]))
@@ -189,9 +199,10 @@ def test_padding_with_minus_one_is_never_taken_for_a_cached_row() -> None:
     assert rows.reuse_dst.tolist() == [1, 2] and 0 in rows.fresh_R.tolist()
 
 
-def test_tokens_committed_into_the_same_tensor_do_not_reach_the_stamps() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_committed_into_the_same_tensor_do_not_reach_the_stamps(dtype: torch.dtype) -> None:
     plan = simple_plan()
-    ids = torch.tensor([[MASK, MASK, 3, MASK]], dtype=torch.int32)
+    ids = torch.tensor([[MASK, MASK, 3, MASK]], dtype=dtype)
     masks: dict[str, object] = {"mask_id": MASK, "valid_BS": None, "lead": 0, "live_BN": None, "changed_BN": None}
     forward = plan.next_forward(ids, **masks)  # type: ignore[arg-type]
     ids[0, 2] = 4  # an edit while the forward is still open: its output belongs to token 3
