@@ -140,3 +140,15 @@ def test_an_error_in_a_forward_leaves_the_model_without_a_plan(model, prompts):
             generate(model, prompts, **ARGUMENTS)
         handle.remove()
         assert torch.equal(generate(model, prompts, **ARGUMENTS).sequences, expected)
+
+
+def test_prefill_forwards_are_counted(model, prompt):
+    prompts = [prompt(45, 1), prompt(20, 2)]
+    with epoch_moe.patched(model, "exact"):
+        whole = generate(model, prompts, **ARGUMENTS)
+        chunked = generate(model, prompts, prefill_chunk=16, **ARGUMENTS)
+    a, b = whole.counters.read(), chunked.counters.read()
+    assert chunked.prefill_forwards == 2
+    assert b.forwards == chunked.forwards + chunked.prefill_forwards == a.forwards + 2
+    # The same rows, in more forwards.
+    assert b.forward_rows == a.forward_rows and b.dense_rows == a.dense_rows
