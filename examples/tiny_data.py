@@ -191,8 +191,9 @@ def batches(tokenizer: Tokenizer, args: argparse.Namespace, rank: int, first_ste
     mask_id = tokenizer.token_to_id("<mask>")
     step, chunk = 0, 0
     while True:
-        wide = chunk < args.wide_chunks
-        packs = pack(generate_problems(CHUNK, seed * 100_003 + chunk, split="train", wide=wide), tokenizer)
+        lesson = sum(chunk >= first for first in args.lessons)
+        problems = generate_problems(CHUNK, seed * 100_003 + chunk, split="train", lesson=lesson)
+        packs = pack(problems, tokenizer)
         order = torch.randperm(len(packs.problem_PN), generator=torch.Generator().manual_seed(chunk))
         for rows in order.split(size)[:-1]:
             if step >= first_step:

@@ -471,7 +471,7 @@ def main() -> None:
     """Parse the command line and train, or judge an exported checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
-    parser.add_argument("--steps", type=int, default=13_000, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--steps", type=int, default=14_000, help="optimizer steps; the schedule ends there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
@@ -482,7 +482,11 @@ def main() -> None:
     parser.add_argument("--dense-inner", type=int, default=384)
     parser.add_argument("--batch", type=int, default=8, help=f"rows of {PACK_BLOCKS * BLOCK} tokens per worker")
     parser.add_argument(
-        "--wide-chunks", type=int, default=6, help=f"chunks of {CHUNK} problems with larger numbers first"
+        "--lessons",
+        type=int,
+        nargs=2,
+        default=(6, 11),
+        help=f"chunk of {CHUNK} problems at which lessons 1 and 2 begin",
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")

@@ -23,7 +23,7 @@ from epoch_moe.problems import (
 )
 
 CHECKPOINT = Path(problems_module.__file__).parent / "checkpoints" / "tiny-llada2"
-SAMPLE = generate_problems(3000, seed=7, split="train", wide=True) + generate_problems(2000, seed=7)
+SAMPLE = generate_problems(3000, seed=7, split="train", lesson=0) + generate_problems(2000, seed=7)
 
 
 def solve(problem: Problem) -> str:
@@ -47,7 +47,8 @@ def solve(problem: Problem) -> str:
         verbs = re.findall(r" s?he (\w+) (\d)", problem.prompt)
         terms = [str(numbers[0])] + [("+" if v in ("buys", "finds", "gets", "makes") else "-") + n for v, n in verbs]
         name, thing = re.match(r"(\w+) has \d (\w+)\.", problem.prompt).groups()
-        tail = f"{name} has {eval(''.join(terms))} {thing}."
+        end = f" {thing}." if problem.answer.endswith(f" {thing}.") else "."  # lessons 0 and 1 name the object again
+        tail = f"{name} has {eval(''.join(terms))}{end}"
     steps = [f"{eval(''.join(terms[:i]))}{terms[i]}={eval(''.join(terms[: i + 1]))}" for i in range(1, len(terms))]
     return f"{' '.join(steps)} so {tail}"
 

@@ -20,6 +20,9 @@ TOKEN_PATTERN = r" ?[a-z]+|[0-9]| |[^a-z0-9 ]"
 MAX_TOKENS = 96
 """Prompt, answer and end-of-sequence token together, in tokens of `TOKEN_PATTERN`."""
 
+JUDGED = 2
+"""Last lesson of the curriculum."""
+
 _HELD_OUT_PER_100 = 10
 
 NAMES = {
@@ -63,15 +66,15 @@ def _steps(start: int, terms: Sequence[int]) -> tuple[list[str], int]:
     return steps, value
 
 
-def _sum(rng: random.Random, wide: bool) -> tuple[str, str]:
-    first, *rest = (rng.randint(1, 9 if wide else 6) for _ in range(rng.randint(4, 6 if wide else 5)))
+def _sum(rng: random.Random, lesson: int) -> tuple[str, str]:
+    first, *rest = (rng.randint(1, 9 if lesson == 0 else 6) for _ in range(rng.randint(4, 6 if lesson == 0 else 5)))
     steps, total = _steps(first, rest)
     return f"sum {first} {' '.join(map(str, rest))}:", f"{' '.join(steps)} so {total}"
 
 
-def _chain(rng: random.Random, wide: bool) -> tuple[str, str]:
+def _chain(rng: random.Random, lesson: int) -> tuple[str, str]:
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(4, 8), 99 if wide else 19)
+    terms = _draw_terms(rng, first, rng.randint(4, 8), 99 if lesson == 0 else 19)
     answer, value = f"{first}", first
     for term in terms:
         value += term
@@ -79,29 +82,31 @@ def _chain(rng: random.Random, wide: bool) -> tuple[str, str]:
     return f"work out {first}{''.join(f'{t:+d}' for t in terms)}:", answer
 
 
-def _totals(rng: random.Random, wide: bool) -> tuple[str, str]:
-    numbers = [rng.randint(1, 9 if wide else 3) for _ in range(rng.randint(7, 12))]
+def _totals(rng: random.Random, lesson: int) -> tuple[str, str]:
+    numbers = [rng.randint(1, 9 if lesson == 0 else 3) for _ in range(rng.randint(7, 12))]
     while sum(numbers) > 99:
         numbers.pop()
     totals = [sum(numbers[: i + 1]) for i in range(len(numbers))]
     return f"totals of {' '.join(map(str, numbers))}:", " ".join(map(str, totals))
 
 
-def _story(rng: random.Random, wide: bool) -> tuple[str, str]:
+def _story(rng: random.Random, lesson: int) -> tuple[str, str]:
     name, thing = rng.choice(tuple(NAMES)), rng.choice(OBJECTS)
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(2, 4), 99 if wide else 19)
+    terms = _draw_terms(rng, first, rng.randint(2, 4), 99 if lesson == 0 else 19)
     events = "".join(f" {NAMES[name]} {rng.choice(GAINS if t > 0 else LOSSES)} {abs(t)}." for t in terms)
     steps, value = _steps(first, terms)
-    return f"{name} has {first} {thing}.{events} how many {thing}?", f"{' '.join(steps)} so {name} has {value} {thing}."
+    # A model that has learnt the rest of a story for long is slow to learn the last word, so it is not judged on it.
+    end = "" if lesson == JUDGED else f" {thing}"
+    return f"{name} has {first} {thing}.{events} how many {thing}?", f"{' '.join(steps)} so {name} has {value}{end}."
 
 
-def _trade(rng: random.Random, wide: bool) -> tuple[str, str]:
+def _trade(rng: random.Random, lesson: int) -> tuple[str, str]:
     giver, taker = rng.sample(tuple(NAMES), 2)
     held = {giver: rng.randint(3, 9), taker: rng.randint(2, 9)}
     prompt = f"{giver} has {held[giver]} and {taker} has {held[taker]} {rng.choice(OBJECTS)}."
     names, steps = (giver, taker), []
-    for _ in range(rng.randint(2, 3 if wide else 2)):
+    for _ in range(rng.randint(2, 3 if lesson == 0 else 2)):
         if rng.random() < 0.5 or held[giver] == 0:
             giver, taker = taker, giver
         if held[giver] == 0:
@@ -116,17 +121,17 @@ def _trade(rng: random.Random, wide: bool) -> tuple[str, str]:
     return f"{prompt} who has what?", f"{' '.join(steps)} so {result}"
 
 
-def _sort(rng: random.Random, wide: bool) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if wide else 9))]
+def _sort(rng: random.Random, lesson: int) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if lesson == 0 else 9))]
     return f"sort {' '.join(map(str, digits))}:", " ".join(map(str, sorted(digits)))
 
 
-def _reverse(rng: random.Random, wide: bool) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if wide else 9))]
+def _reverse(rng: random.Random, lesson: int) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if lesson == 0 else 9))]
     return f"reverse {' '.join(map(str, digits))}:", " ".join(map(str, reversed(digits)))
 
 
-_MAKERS: dict[str, tuple[float, Callable[[random.Random, bool], tuple[str, str]]]] = {
+_MAKERS: dict[str, tuple[float, Callable[[random.Random, int], tuple[str, str]]]] = {
     "sum": (0.20, _sum),
     "chain": (0.20, _chain),
     "totals": (0.20, _totals),
@@ -144,7 +149,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def generate_problems(
-    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out", wide: bool = False
+    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out", lesson: int = JUDGED
 ) -> list[Problem]:
     """`n` problems, the same for the same arguments, drawn from `kinds` in their fixed proportions.
 
@@ -153,7 +158,8 @@ def generate_problems(
         seed: seed of the generator.
         kinds: names out of `KINDS`; all of them by default.
         split: "held_out" or "train". No prompt is ever in both.
-        wide: larger numbers and longer answers than are judged by default; training begins with them.
+        lesson: which problems of the curriculum: 0 has larger numbers and longer answers, 1 the numbers that are judged
+            but stories that end with their object, `JUDGED` those that count.
     """
     if split not in ("held_out", "train"):
         raise ValueError(f'split must be "held_out" or "train", got {split!r}')
@@ -166,7 +172,7 @@ def generate_problems(
     problems: list[Problem] = []
     while len(problems) < n:
         kind = rng.choices(kinds, weights)[0]
-        prompt, answer = _MAKERS[kind][1](rng, wide)
+        prompt, answer = _MAKERS[kind][1](rng, lesson)
         # A problem of the other split is dropped, and the next one drawn from all kinds: the split favours none.
         if is_held_out(prompt) == (split == "held_out"):
             problems.append(Problem(kind, prompt, answer))
