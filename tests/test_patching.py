@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -60,7 +61,7 @@ def separate(model: nn.Module) -> nn.Module:
     for module in moe_modules(model):
         for parameter in module.experts.parameters():  # type: ignore[union-attr]
             parameter.data = parameter.data.clone()
-        del module._weights
+        module._weights = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
     return model
 
 

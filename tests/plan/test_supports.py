@@ -140,7 +140,7 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
     (want, *_) = dense(model, decode)  # type: ignore[arg-type]
     context = BlockPlanContext(
         model._epoch_moe,
-        EpochConfig(coverage=0.9, refresh_interval=1, support_scope=scope, on_miss=on_miss),  # type: ignore[arg-type]
+        EpochConfig(coverage=0.7, refresh_interval=1, support_scope=scope, on_miss=on_miss),  # type: ignore[arg-type]
     )
     compiled: list[Tensor] = []
 
@@ -155,7 +155,10 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
     results = list(planned(model, decode, None, between=shrink, context=context))  # type: ignore[arg-type]
     for logits in results[:2] if scope == "batch" else [results[0]]:
         assert relative_error(logits, want) < 1e-5
-    assert relative_error(results[1][0], want[0]) < 1e-5  # sequence 0 ran without the planted support
+    # Sequence 0 ran without the planted support, and the forward that compiles it anew is a cold pass for it.
+    for number in (1, 2):
+        assert relative_error(results[number][0], want[0]) < 1e-5
+    assert relative_error(results[3][0], want[0]) > 1e-4
     by_forward = [routed[2 * n : 2 * n + 2] for n in range(4)]
     assert all(call.short_G is not None and bool(call.short_G[0]) for call in by_forward[1])
     for call, support_GE in zip(by_forward[2], compiled, strict=True):
