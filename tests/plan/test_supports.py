@@ -158,7 +158,8 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
     # Sequence 0 ran without the planted support, and the forward that compiles it anew is a cold pass for it.
     for number in (1, 2):
         assert relative_error(results[number][0], want[0]) < 1e-5
-    assert relative_error(results[3][0], want[0]) > 1e-4
+    if on_miss == "reselect":  # and then it is restricted again (here, `drop` finds nothing to drop)
+        assert relative_error(results[3][0], want[0]) > 1e-4
     by_forward = [routed[2 * n : 2 * n + 2] for n in range(4)]
     assert all(call.short_G is not None and bool(call.short_G[0]) for call in by_forward[1])
     for call, support_GE in zip(by_forward[2], compiled, strict=True):
