@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tiny_lessons import lesson_problems
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from epoch_moe.problems import EOS_TOKEN, MAX_TOKENS, TOKEN_PATTERN, Problem, generate_problems, vocabulary
+from epoch_moe.problems import EOS_TOKEN, MAX_TOKENS, TOKEN_PATTERN, Problem, vocabulary
 
 BLOCK = 32
 MAX_BLOCKS = MAX_TOKENS // BLOCK
@@ -192,8 +193,7 @@ def batches(tokenizer: Tokenizer, args: argparse.Namespace, rank: int, first_ste
     step, chunk = 0, 0
     while True:
         lesson = sum(chunk >= first for first in args.lessons)
-        problems = generate_problems(CHUNK, seed * 100_003 + chunk, split="train", lesson=lesson)
-        packs = pack(problems, tokenizer)
+        packs = pack(lesson_problems(CHUNK, seed * 100_003 + chunk, lesson), tokenizer)
         order = torch.randperm(len(packs.problem_PN), generator=torch.Generator().manual_seed(chunk))
         for rows in order.split(size)[:-1]:
             if step >= first_step:

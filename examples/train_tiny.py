@@ -484,9 +484,9 @@ def main() -> None:
     parser.add_argument(
         "--lessons",
         type=int,
-        nargs=2,
-        default=(6, 11),
-        help=f"chunk of {CHUNK} problems at which lessons 1 and 2 begin",
+        nargs="+",
+        default=(6, 11, 14),
+        help=f"chunks of {CHUNK} problems with which lessons 1, 2 and 3 (see tiny_lessons.py) begin",
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")

@@ -23,7 +23,7 @@ from epoch_moe.problems import (
 )
 
 CHECKPOINT = Path(problems_module.__file__).parent / "checkpoints" / "tiny-llada2"
-SAMPLE = generate_problems(3000, seed=7, split="train", lesson=0) + generate_problems(2000, seed=7)
+SAMPLE = generate_problems(3000, seed=7, split="train") + generate_problems(2000, seed=7)
 
 
 def solve(problem: Problem) -> str:
@@ -35,34 +35,18 @@ def solve(problem: Problem) -> str:
         return " ".join(reversed(problem.prompt[len("reverse ") : -1].split()))
     if problem.kind == "totals":
         return " ".join(str(sum(numbers[:i])) for i in range(1, len(numbers) + 1))
-    if problem.kind == "trade":
-        return _solve_trade(problem.prompt)
     if problem.kind == "chain":
-        terms = re.findall(r"[+-]?\d", problem.prompt)
-        return terms[0] + "".join(f"{t}={eval(''.join(terms[: i + 2]))}" for i, t in enumerate(terms[1:]))
+        return _worked(re.findall(r"[+-]?\d", problem.prompt))
     if problem.kind == "sum":
-        terms = [str(numbers[0])] + [f"+{n}" for n in numbers[1:]]
-        tail = f"{sum(numbers)}"
-    else:
-        verbs = re.findall(r" s?he (\w+) (\d)", problem.prompt)
-        terms = [str(numbers[0])] + [("+" if v in ("buys", "finds", "gets", "makes") else "-") + n for v, n in verbs]
-        name, thing = re.match(r"(\w+) has \d (\w+)\.", problem.prompt).groups()
-        end = f" {thing}." if problem.answer.endswith(f" {thing}.") else "."  # lessons 0 and 1 name the object again
-        tail = f"{name} has {eval(''.join(terms))}{end}"
-    steps = [f"{eval(''.join(terms[:i]))}{terms[i]}={eval(''.join(terms[: i + 1]))}" for i in range(1, len(terms))]
-    return f"{' '.join(steps)} so {tail}"
+        return f"{_worked([str(numbers[0])] + [f'+{n}' for n in numbers[1:]])} so {sum(numbers)}"
+    verbs = re.findall(r" s?he (\w+) (\d)", problem.prompt)
+    terms = [str(numbers[0])] + [("+" if v in ("buys", "finds", "gets", "makes") else "-") + n for v, n in verbs]
+    return f"{_worked(terms)} so {problem.prompt.split()[0]} has {eval(''.join(terms))}."
 
 
-def _solve_trade(prompt: str) -> str:
-    first, x, second, y = re.match(r"(\w+) has (\d) and (\w+) has (\d) ", prompt).groups()
-    held = {first: int(x), second: int(y)}
-    words = []
-    for giver, taker, count in re.findall(r"(\w+) gives (\w+) (\d)", prompt):
-        words.append(f"{giver} {held[giver]}-{count}={held[giver] - int(count)}")
-        words.append(f"{taker} {held[taker]}+{count}={held[taker] + int(count)}")
-        held = {giver: held[giver] - int(count), taker: held[taker] + int(count)}
-        assert min(held.values()) >= 0
-    return f"{' '.join(words)} so {first} {held[first]} {second} {held[second]}"
+def _worked(terms: list[str]) -> str:
+    """Every left-to-right partial result, by evaluating the text up to it."""
+    return terms[0] + "".join(f"{term}={eval(''.join(terms[: i + 2]))}" for i, term in enumerate(terms[1:]))
 
 
 def test_answers_are_exact() -> None:
@@ -116,7 +100,7 @@ def test_lengths() -> None:
         assert len(prompt) + len(answer) + 1 <= MAX_TOKENS, problem
         answer_lengths.append(len(answer))
         prompt_lengths.add(len(prompt))
-    assert sum(20 <= n <= 60 for n in answer_lengths) > 0.7 * len(answer_lengths)
+    assert sum(20 <= n <= 60 for n in answer_lengths) > 0.6 * len(answer_lengths)
     assert len(prompt_lengths) > 10 and len(known) == len(vocabulary()) <= 188
 
 

@@ -20,9 +20,6 @@ TOKEN_PATTERN = r" ?[a-z]+|[0-9]| |[^a-z0-9 ]"
 MAX_TOKENS = 96
 """Prompt, answer and end-of-sequence token together, in tokens of `TOKEN_PATTERN`."""
 
-JUDGED = 2
-"""Last lesson of the curriculum."""
-
 _HELD_OUT_PER_100 = 10
 
 NAMES = {
@@ -56,87 +53,57 @@ def _draw_terms(rng: random.Random, start: int, count: int, top: int) -> list[in
     return terms
 
 
-def _steps(start: int, terms: Sequence[int]) -> tuple[list[str], int]:
-    """Each step written out, such as `12-3=9`, and the last result."""
-    steps: list[str] = []
-    value = start
+def _worked(start: int, terms: Sequence[int]) -> tuple[str, int]:
+    """Every partial result in one line, such as `7+5=12-3=9`, and the last one."""
+    line, value = f"{start}", start
     for term in terms:
-        steps.append(f"{value}{term:+d}={value + term}")
         value += term
-    return steps, value
+        line += f"{term:+d}={value}"
+    return line, value
 
 
-def _sum(rng: random.Random, lesson: int) -> tuple[str, str]:
-    first, *rest = (rng.randint(1, 9 if lesson == 0 else 6) for _ in range(rng.randint(4, 6 if lesson == 0 else 5)))
-    steps, total = _steps(first, rest)
-    return f"sum {first} {' '.join(map(str, rest))}:", f"{' '.join(steps)} so {total}"
+def _sum(rng: random.Random) -> tuple[str, str]:
+    first, *rest = (rng.randint(1, 6) for _ in range(rng.randint(4, 5)))
+    line, total = _worked(first, rest)
+    return f"sum {first} {' '.join(map(str, rest))}:", f"{line} so {total}"
 
 
-def _chain(rng: random.Random, lesson: int) -> tuple[str, str]:
+def _chain(rng: random.Random) -> tuple[str, str]:
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(4, 8), 99 if lesson == 0 else 19)
-    answer, value = f"{first}", first
-    for term in terms:
-        value += term
-        answer += f"{term:+d}={value}"
-    return f"work out {first}{''.join(f'{t:+d}' for t in terms)}:", answer
+    terms = _draw_terms(rng, first, rng.randint(4, 8), top=19)
+    return f"work out {first}{''.join(f'{term:+d}' for term in terms)}:", _worked(first, terms)[0]
 
 
-def _totals(rng: random.Random, lesson: int) -> tuple[str, str]:
-    numbers = [rng.randint(1, 9 if lesson == 0 else 3) for _ in range(rng.randint(7, 12))]
-    while sum(numbers) > 99:
-        numbers.pop()
+def _totals(rng: random.Random) -> tuple[str, str]:
+    numbers = [rng.randint(1, 5) for _ in range(rng.randint(7, 10))]
     totals = [sum(numbers[: i + 1]) for i in range(len(numbers))]
     return f"totals of {' '.join(map(str, numbers))}:", " ".join(map(str, totals))
 
 
-def _story(rng: random.Random, lesson: int) -> tuple[str, str]:
+def _story(rng: random.Random) -> tuple[str, str]:
     name, thing = rng.choice(tuple(NAMES)), rng.choice(OBJECTS)
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(2, 4), 99 if lesson == 0 else 19)
+    terms = _draw_terms(rng, first, rng.randint(3, 4), top=19)
     events = "".join(f" {NAMES[name]} {rng.choice(GAINS if t > 0 else LOSSES)} {abs(t)}." for t in terms)
-    steps, value = _steps(first, terms)
-    # A model that has learnt the rest of a story for long is slow to learn the last word, so it is not judged on it.
-    end = "" if lesson == JUDGED else f" {thing}"
-    return f"{name} has {first} {thing}.{events} how many {thing}?", f"{' '.join(steps)} so {name} has {value}{end}."
+    line, value = _worked(first, terms)
+    return f"{name} has {first} {thing}.{events} how many {thing}?", f"{line} so {name} has {value}."
 
 
-def _trade(rng: random.Random, lesson: int) -> tuple[str, str]:
-    giver, taker = rng.sample(tuple(NAMES), 2)
-    held = {giver: rng.randint(3, 9), taker: rng.randint(2, 9)}
-    prompt = f"{giver} has {held[giver]} and {taker} has {held[taker]} {rng.choice(OBJECTS)}."
-    names, steps = (giver, taker), []
-    for _ in range(rng.randint(2, 3 if lesson == 0 else 2)):
-        if rng.random() < 0.5 or held[giver] == 0:
-            giver, taker = taker, giver
-        if held[giver] == 0:
-            giver, taker = taker, giver
-        count = rng.randint(1, min(9, held[giver]))
-        prompt += f" {giver} gives {taker} {count}."
-        steps.append(f"{giver} {held[giver]}-{count}={held[giver] - count}")
-        steps.append(f"{taker} {held[taker]}+{count}={held[taker] + count}")
-        held[giver] -= count
-        held[taker] += count
-    result = " ".join(f"{name} {held[name]}" for name in names)
-    return f"{prompt} who has what?", f"{' '.join(steps)} so {result}"
-
-
-def _sort(rng: random.Random, lesson: int) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if lesson == 0 else 9))]
+def _sort(rng: random.Random) -> tuple[str, str]:
+    digits = rng.sample(range(10), rng.randint(6, 8))
     return f"sort {' '.join(map(str, digits))}:", " ".join(map(str, sorted(digits)))
 
 
-def _reverse(rng: random.Random, lesson: int) -> tuple[str, str]:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 11 if lesson == 0 else 9))]
+def _reverse(rng: random.Random) -> tuple[str, str]:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(7, 9))]
     return f"reverse {' '.join(map(str, digits))}:", " ".join(map(str, reversed(digits)))
 
 
-_MAKERS: dict[str, tuple[float, Callable[[random.Random, int], tuple[str, str]]]] = {
-    "sum": (0.20, _sum),
-    "chain": (0.20, _chain),
-    "totals": (0.20, _totals),
+_MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
+    "sum": (0.06, _sum),
+    "chain": (0.28, _chain),
+    "totals": (0.36, _totals),
     "story": (0.20, _story),
-    "trade": (0.10, _trade),
     "sort": (0.06, _sort),
     "reverse": (0.04, _reverse),
 }
@@ -148,9 +115,7 @@ def is_held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 100 < _HELD_OUT_PER_100
 
 
-def generate_problems(
-    n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out", lesson: int = JUDGED
-) -> list[Problem]:
+def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, split: str = "held_out") -> list[Problem]:
     """`n` problems, the same for the same arguments, drawn from `kinds` in their fixed proportions.
 
     Args:
@@ -158,8 +123,6 @@ def generate_problems(
         seed: seed of the generator.
         kinds: names out of `KINDS`; all of them by default.
         split: "held_out" or "train". No prompt is ever in both.
-        lesson: which problems of the curriculum: 0 has larger numbers and longer answers, 1 the numbers that are judged
-            but stories that end with their object, `JUDGED` those that count.
     """
     if split not in ("held_out", "train"):
         raise ValueError(f'split must be "held_out" or "train", got {split!r}')
@@ -172,7 +135,7 @@ def generate_problems(
     problems: list[Problem] = []
     while len(problems) < n:
         kind = rng.choices(kinds, weights)[0]
-        prompt, answer = _MAKERS[kind][1](rng, lesson)
+        prompt, answer = _MAKERS[kind][1](rng)
         # A problem of the other split is dropped, and the next one drawn from all kinds: the split favours none.
         if is_held_out(prompt) == (split == "held_out"):
             problems.append(Problem(kind, prompt, answer))
