@@ -69,7 +69,7 @@ class EpochMoEBlock(nn.Module):
         spec: how it is built.
         slot: where the plan of a forward is found; one for all blocks of a model.
         index: this layer's place among the model's MoE layers.
-        backend: how routed experts are computed.
+        backend: how routed experts are computed; under a plan its own configuration decides.
     """
 
     def __init__(self, original: nn.Module, spec: BlockSpec, slot: PlanSlot, index: int, backend: Backend = "auto"):
@@ -178,7 +178,8 @@ class EpochMoEBlock(nn.Module):
         worklist = build_worklist(routing.ids_TK, self.spec.router.num_experts)
         if forward is not None:
             forward.counters.add_layer(self.index, x_RH.shape[0], worklist.counts_E)
-        backend = pick_backend(self.backend, stacked)
+        requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
+        backend = pick_backend(requested, stacked)
         return run_experts(x_RH, routing.ids_TK, routing.weights_TK, stacked, backend, worklist)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:

@@ -68,7 +68,6 @@ class BlockPlan:
         prefix: how many of them lie before the current block.
         prefix_constant: prefix rows cannot change within the block.
         counters: where work is counted.
-        device: of the token stamps.
     """
 
     def __init__(
@@ -138,9 +137,11 @@ class BlockPlan:
         stamps_M = self._stamps_BN.view(-1)
         rows = forward.rows
         tokens_T = forward.ids_BS.reshape(-1)
+        # An entry that this forward could not have used (edited, masked again, live, declared changed) is lost for good,
+        # also where the row was not valid: it may come back with its old token.
+        kept_BN = forward.states.cached_BN & ~forward.states.live_BN
+        stamps_M.masked_fill_(~kept_BN.reshape(-1), NO_TOKEN)
         stamps_M[rows.store_dst] = tokens_T[rows.fresh_R[rows.store_src]]
-        # A live row's old entry belongs to a token that it no longer has for good.
-        stamps_M[forward.states.live_BN.reshape(-1)] = NO_TOKEN
         self.forwards += 1
 
 

@@ -139,8 +139,6 @@ def plan_rows(
         reusable_BN = torch.zeros_like(reusable_BN)
     elif refresh:
         reusable_BN = reusable_BN & states.constant_BN
-    in_window = torch.zeros_like(valid_BS)
-    in_window[:, lead:] = True
 
     def whole(mask_BN: Tensor) -> Tensor:
         """A window mask as a mask over the forward's rows."""
