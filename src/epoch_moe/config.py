@@ -66,6 +66,7 @@ class EpochConfig:
         )
         check("candidate_factor", _is_int(self.candidate_factor) and self.candidate_factor >= 1, "an integer >= 1")
         check("on_miss", self.on_miss in ("reselect", "drop", "expand"), "'reselect', 'drop' or 'expand'")
+        check("restrict_new", isinstance(self.restrict_new, bool), "True or False")
         check("support_scope", self.support_scope in ("sequence", "batch"), "'sequence' or 'batch'")
         check(
             "refresh_interval",
@@ -83,7 +84,14 @@ class EpochConfig:
     @classmethod
     def paper(cls, **changes: Any) -> EpochConfig:
         """Epoch's own setting (arXiv 2609.09748): reselection, new rows restricted, one support per batch, M = 5."""
-        return cls(**{"restrict_new": True, "support_scope": "batch", **changes})
+        settings = {
+            "coverage": 0.95,
+            "refresh_interval": 5,
+            "on_miss": "reselect",
+            "restrict_new": True,
+            "support_scope": "batch",
+        }
+        return cls(**{**settings, **changes})
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> EpochConfig | None:
