@@ -105,8 +105,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         # Absent unless given, so that the preset decides.
         group.add_argument(name, default=argparse.SUPPRESS, **how)
 
-    add("--coverage", type=_share_or_none, metavar="C", help="routing weight a support holds, or 'none': all experts")
-    add("--refresh-interval", type=_int_or_none, metavar="M", help="recompute all rows every M-th forward, or 'none'")
+    add("--coverage", type=_share, metavar="C", help="routing weight a support holds, or 'none': all experts")
+    add("--refresh-interval", type=_interval, metavar="M", help="recompute all rows every M-th forward, or 'none'")
     add("--on-miss", choices=("reselect", "drop", "expand"), help="what a row does with experts outside its support")
     add("--support-scope", choices=("sequence", "batch"), help="one support per sequence, or for the whole batch")
     add("--restrict-new", action="store_true", help="restrict newly decoded rows too")
@@ -121,12 +121,18 @@ def _decoding_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-cache", action="store_true", help="whole window on every forward, no K/V cache")
 
 
-def _share_or_none(text: str) -> float | None:
-    return None if text.lower() in ("none", "all") else float(text)
+def _share(text: str) -> float | None:
+    try:
+        return None if text.lower() in ("none", "all") else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share such as 0.95, or 'none'") from None
 
 
-def _int_or_none(text: str) -> int | None:
-    return None if text.lower() in ("none", "never") else int(text)
+def _interval(text: str) -> int | None:
+    try:
+        return None if text.lower() in ("none", "never") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, or 'none'") from None
 
 
 def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
@@ -226,6 +232,11 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     if arguments.problems < 1:
         raise ValueError(f"--problems {arguments.problems}: expected at least 1")
+    if arguments.show < 0:
+        raise ValueError(f"--show {arguments.show}: expected 0 or more")
+    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
+        # Before the work, not after it.
+        raise ValueError(f"--json {arguments.json}: its folder does not exist")
     plan = _plan(arguments)
     assert plan is not None  # the presets of this command all have a plan
     model, tokenizer = _load(arguments)

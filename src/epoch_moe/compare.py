@@ -84,7 +84,9 @@ def compare(
         model, tokenizer: as `epoch_moe.load_model` returns them; patched for the time of the call.
         problems: with exact answers.
         config: the plan.
-        batch_size: problems decoded together.
+        batch_size: problems decoded together. Above 1 the dense side's rows and pairs include those of sequences that
+            wait for a slower one to finish the block, which it computes and a plan does not; its ratios then hold
+            that saving too.
         samples: how many problems to return with both answers.
         progress: called with the number of problems after each batch.
         options: for `epoch_moe.generate` (``gen_length``, ``block_length``, ``threshold``, ...).
@@ -92,7 +94,7 @@ def compare(
     Returns:
         A dictionary for JSON: ``dense`` and ``plan`` (accuracy, seconds, tokens, and the counts of
         `epoch_moe.report.COUNTS`), ``agreement`` (share of problems with identical text), ``token_agreement`` (share
-        of dense answer tokens that the plan's answer has at the same place), ``ratios`` (plan / dense),
+        of places, counted by the longer answer of each pair, that hold the same token), ``ratios`` (plan / dense),
         ``fallbacks``, ``by_kind``, ``samples``, ``config``, ``options`` and ``versions``.
     """
     if not problems:

@@ -22,6 +22,12 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
     """
     checkpoint = read_checkpoint(path_or_id)
     config = checkpoint.config
+    odd = sorted(key for key, dtype in checkpoint.dtypes.items() if dtype not in _ITEM_BYTES)
+    if odd:
+        raise ValueError(
+            f"{path_or_id} stores {len(odd)} tensors in dtypes that load_model does not take, such as {odd[0]} in "
+            f"{checkpoint.dtypes[odd[0]]}: expected {', '.join(_ITEM_BYTES)}"
+        )
     sizes = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
     expert_bytes = sum(size for key, size in sizes.items() if ".experts." in key)
     spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)

@@ -160,7 +160,7 @@ class _BlockLoop:
         self.cache: BlockKVCache | None = None
         if use_cache:
             self.cache = BlockKVCache(base.config.num_hidden_layers, canvas.ids_BW.shape[1])  # type: ignore[union-attr]
-        self.eos_E = torch.tensor(settings.eos_ids, device=canvas.ids_BW.device)
+        self.eos_ids = torch.tensor(settings.eos_ids, device=canvas.ids_BW.device)
         self.log = AnswerLog(canvas.batch, settings.gen_length, settings.eos_ids)
         self.numbers = list(range(canvas.batch))  # which answer each row of the (shrinking) batch belongs to
         self.forwards = self.prefill_forwards = 0
@@ -193,7 +193,7 @@ class _BlockLoop:
                 if first != bias_begin:
                     bias, bias_begin = self.attention_bias(first, end), first
                 left_B1 = self.iterate(first, begin, end, need, left, left_B1, bias)
-                left = left_B1.flatten().tolist()  # the iteration's only host sync
+                left = left_B1.flatten().tolist()  # the only host sync of this loop's own per iteration; a plan's rows add a few
                 if self.cache is not None and first < begin:
                     self.cache.commit(begin - first)
                     first = begin
@@ -260,7 +260,7 @@ class _BlockLoop:
         """``[B,1]`` bool: an end id was just committed, and the answer has one without masks before it."""
         answer_BW = self.canvas.answer(0, end)
         ids_BW = self.canvas.ids_BW[:, :end]
-        is_end_BW = torch.isin(ids_BW, self.eos_E) & answer_BW
+        is_end_BW = torch.isin(ids_BW, self.eos_ids) & answer_BW
         masks_before_BW = ((ids_BW == self.settings.mask_id) & answer_BW).cumsum(dim=1)
         just_B1 = (is_end_BW[:, begin:] & chosen_BN).any(dim=1, keepdim=True)
         return just_B1 & (is_end_BW & (masks_before_BW == 0)).any(dim=1, keepdim=True)

@@ -114,7 +114,6 @@ class Canvas:
         ids_BW: ``[B,W]`` int64: padding, prompt, decoded tokens and masks.
         starts: per sequence, the slot of its position 0 (a multiple of the block length).
         prompt_ends: per sequence, the slot behind its prompt.
-        ends: per sequence, the slot behind its last block.
         first_block: slot at which the first block to decode starts, the same for all sequences.
     """
 
@@ -126,8 +125,8 @@ class Canvas:
         self.first_block = max(whole)
         self.starts = [self.first_block - rows for rows in whole]
         self.prompt_ends = [start + len(prompt) for start, prompt in zip(self.starts, prompts, strict=True)]
-        self.ends = [-(-(end + settings.gen_length) // block) * block for end in self.prompt_ends]
-        ids_BW = torch.full((len(prompts), max(self.ends)), settings.mask_id)
+        slots = -(-(max(self.prompt_ends) + settings.gen_length) // block) * block  # whole blocks
+        ids_BW = torch.full((len(prompts), slots), settings.mask_id)
         for row, (prompt, start, end) in enumerate(zip(prompts, self.starts, self.prompt_ends, strict=True)):
             ids_BW[row, :start] = settings.pad_id
             ids_BW[row, start:end] = prompt
@@ -153,7 +152,6 @@ class Canvas:
         self.ids_BW = self.ids_BW[torch.tensor(indices, device=self.ids_BW.device)]
         self.starts = [self.starts[i] for i in indices]
         self.prompt_ends = [self.prompt_ends[i] for i in indices]
-        self.ends = [self.ends[i] for i in indices]
         self._to_device()
 
     def slots(self, begin: int, end: int) -> Tensor:

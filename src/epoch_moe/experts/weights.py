@@ -71,7 +71,6 @@ class ExpertWeights:
     def __init__(self, experts: Sequence[nn.Module]):
         self.experts = experts
         self._stacked: Stacked | None = None
-        self._params: list[nn.Parameter] = []
         self._addresses: tuple[int, ...] = ()
         self._lock = threading.Lock()
 
@@ -85,17 +84,19 @@ class ExpertWeights:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["experts"])  # type: ignore[misc]
 
-    def _current_addresses(self) -> tuple[int, ...] | None:
+    def _current_params(self) -> list[nn.Parameter]:
+        """The parameters in storage order: gate, up and down of each expert."""
         # Through the module dictionaries: attribute access on modules is ten times slower, and this runs before every
         # block (and every forward without a plan).
+        return [
+            expert._modules[name]._parameters["weight"]  # type: ignore[union-attr, misc]
+            for expert in self.experts
+            for name in PROJECTIONS
+        ]
+
+    def _current_addresses(self) -> tuple[int, ...] | None:
         try:
-            return tuple(
-                [
-                    expert._modules[name]._parameters["weight"].data_ptr()  # type: ignore[union-attr]
-                    for expert in self.experts
-                    for name in PROJECTIONS
-                ]
-            )
+            return tuple([param.data_ptr() for param in self._current_params()])
         except (KeyError, AttributeError):
             return None  # a projection was replaced (an adapter, say); `check` names it
 
@@ -125,13 +126,15 @@ class ExpertWeights:
     def release(self) -> None:
         """Drop the stacked tensors where parameters have left them, so that old storage does not outlive `.to()`."""
         if not self.is_stacked():
-            self._stacked, self._params, self._addresses = None, [], ()
+            self._stacked, self._addresses = None, ()
 
     def differentiable(self) -> Stacked:
         """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per expert)."""
         stacked = self.ensure()
-        gate_up_params = [p for i, p in enumerate(self._params) if i % 3 != 2]
-        down_params = self._params[2::3]
+        # Asked anew: another Parameter over the same storage (frozen weights wrapped again, say) must get the gradient.
+        params = self._current_params()
+        gate_up_params = [p for i, p in enumerate(params) if i % 3 != 2]
+        down_params = params[2::3]
         inner, hidden = stacked.down_EHF.shape[2], stacked.down_EHF.shape[1]
         return Stacked(
             _StackedView.apply(stacked.gate_up_E2FH, inner, *gate_up_params),
@@ -185,8 +188,7 @@ class ExpertWeights:
         for index, expert in enumerate(self.experts):
             self._rebind(expert.down_proj, down_EHF[index])  # type: ignore[arg-type]
         self._stacked = Stacked(gate_up_E2FH, down_EHF)
-        self._params = [getattr(expert, name).weight for expert in self.experts for name in PROJECTIONS]
-        self._addresses = tuple(p.data_ptr() for p in self._params)
+        self._addresses = tuple(p.data_ptr() for p in self._current_params())
 
     @staticmethod
     def _rebind(linear: nn.Module, slot: Tensor) -> None:
