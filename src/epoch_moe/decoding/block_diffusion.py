@@ -193,7 +193,7 @@ class _BlockLoop:
                 if first != bias_begin:
                     bias, bias_begin = self.attention_bias(first, end), first
                 left_B1 = self.iterate(first, begin, end, need, left, left_B1, bias)
-                left = left_B1.flatten().tolist()  # the only host sync of this loop's own per iteration; a plan's rows add a few
+                left = left_B1.flatten().tolist()  # this loop's only host sync (a plan has its own)
                 if self.cache is not None and first < begin:
                     self.cache.commit(begin - first)
                     first = begin
