@@ -1,8 +1,9 @@
-"""The first three lessons of the tiny checkpoint's curriculum; the last one is `epoch_moe.problems` as it is.
+"""The first four lessons of the tiny checkpoint's curriculum; the last one is `epoch_moe.problems` as it is.
 
 Lesson 0 has larger numbers and longer answers than the problems that are judged, lesson 1 smaller numbers, and in
-lesson 2 stories no longer name their object at the end. All of them repeat a result before the next step uses it, and
-have trades, which a model of this size does not learn to do reliably.
+lesson 2 stories no longer name their object at the end. These three repeat a result before the next step uses it, and
+have trades, which a model of this size does not learn to do reliably. Lesson 3 chains the steps, and differs from the
+last lesson in that it also spells out the operands of `work out` problems.
 """
 
 from __future__ import annotations
@@ -10,7 +11,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from epoch_moe.problems import GAINS, LOSSES, NAMES, OBJECTS, Problem, _draw_terms, generate_problems, is_held_out
+from epoch_moe.problems import _MAKERS as JUDGED_MAKERS
+from epoch_moe.problems import (
+    GAINS,
+    LOSSES,
+    NAMES,
+    OBJECTS,
+    Problem,
+    _draw_terms,
+    _worked,
+    generate_problems,
+    is_held_out,
+)
+
+_Maker = Callable[[random.Random, int], tuple[str, str]]
 
 
 def _steps(start: int, terms: list[int]) -> tuple[list[str], int]:
@@ -87,7 +101,7 @@ def _reverse(rng: random.Random, lesson: int) -> tuple[str, str]:
     return f"reverse {' '.join(map(str, digits))}:", " ".join(map(str, reversed(digits)))
 
 
-_MAKERS: dict[str, tuple[float, Callable[[random.Random, int], tuple[str, str]]]] = {
+_MAKERS: dict[str, tuple[float, _Maker]] = {
     "sum": (0.20, _sum),
     "chain": (0.20, _chain),
     "totals": (0.20, _totals),
@@ -98,16 +112,37 @@ _MAKERS: dict[str, tuple[float, Callable[[random.Random, int], tuple[str, str]]]
 }
 
 
+def _worked_chain(rng: random.Random, lesson: int) -> tuple[str, str]:
+    first = rng.randint(1, 9)
+    terms = _draw_terms(rng, first, rng.randint(4, 8), top=19)
+    return f"work out {first}{''.join(f'{term:+d}' for term in terms)}:", _worked(first, terms)[0]
+
+
+def _final(kind: str) -> _Maker:
+    return lambda rng, lesson: JUDGED_MAKERS[kind][1](rng)
+
+
+_WORKED_MAKERS: dict[str, tuple[float, _Maker]] = {
+    "sum": (0.06, _final("sum")),
+    "chain": (0.28, _worked_chain),
+    "totals": (0.36, _final("totals")),
+    "story": (0.20, _final("story")),
+    "sort": (0.06, _final("sort")),
+    "reverse": (0.04, _final("reverse")),
+}
+
+
 def lesson_problems(n: int, seed: int, lesson: int) -> list[Problem]:
-    """`n` training problems of a lesson; lessons from 3 on are the training split of what is judged."""
-    if lesson >= 3:
+    """`n` training problems of a lesson; lesson 4 is the training split of what is judged."""
+    if lesson == 4:
         return generate_problems(n, seed, split="train")
+    makers = _MAKERS if lesson < 3 else _WORKED_MAKERS
     rng = random.Random(seed)
-    kinds, weights = tuple(_MAKERS), [weight for weight, _ in _MAKERS.values()]
+    kinds, weights = tuple(makers), [weight for weight, _ in makers.values()]
     problems: list[Problem] = []
     while len(problems) < n:
         kind = rng.choices(kinds, weights)[0]
-        prompt, answer = _MAKERS[kind][1](rng, lesson)
+        prompt, answer = makers[kind][1](rng, lesson)
         if not is_held_out(prompt):
             problems.append(Problem(kind, prompt, answer))
     return problems

@@ -15,6 +15,7 @@ T = B x S, P (row, expert) pairs, H hidden, F expert inner size, V vocabulary, E
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from muon import Muon
 from safetensors.torch import load_file, save_file
 from tiny_data import BLOCK, CHUNK, MAX_BLOCKS, PACK_BLOCKS, Batch, batches, build_tokenizer, encode, save_tokenizer
 from tokenizers import Tokenizer
@@ -124,51 +126,6 @@ class FlatGradients:
         if norm > limit:
             self.gradients *= limit / norm
         return norm
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised updates, for matrices ``[M,N]`` and stacks of matrices ``[E,M,N]``.
-
-    Matrices of one shape are orthogonalised together: on a CPU the small products cost more to start than to compute.
-    """
-
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; parameters without a gradient are left alone."""
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is not None:
-                    by_shape[param.shape[-2:]].append(param)
-            for shape, params in by_shape.items():
-                updates = []
-                for param in params:
-                    state = self.state[param]
-                    if not state:
-                        state["momentum"] = torch.zeros_like(param)
-                    state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-                    updates.append(param.grad.lerp(state["momentum"], group["momentum"]).reshape(-1, *shape))
-                # The factor gives an update the size of an AdamW step, so that both share one learning rate.
-                scale = -group["lr"] * 0.2 * max(shape) ** 0.5
-                orthogonal = self._orthogonalise(torch.cat(updates)).split([len(u) for u in updates])
-                for param, update in zip(params, orthogonal, strict=True):
-                    param.mul_(1 - group["lr"] * group["weight_decay"])
-                    param.add_(update.reshape(param.shape), alpha=scale)
-
-    @staticmethod
-    def _orthogonalise(x_EMN: Tensor) -> Tensor:
-        """Five Newton-Schulz steps towards the nearest matrix with all singular values one."""
-        tall = x_EMN.shape[-2] > x_EMN.shape[-1]
-        x_EMN = x_EMN.mT if tall else x_EMN
-        x_EMN = (x_EMN / (x_EMN.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
-        for _ in range(5):
-            gram = x_EMN @ x_EMN.mT
-            poly = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-            x_EMN = torch.baddbmm(x_EMN, poly, x_EMN, beta=3.4445)
-        return (x_EMN.mT if tall else x_EMN).float()
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -443,12 +400,16 @@ def train(rank: int, args: argparse.Namespace) -> None:
 def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
     """Write the checkpoint with the released models' keys: bfloat16, the routers' biases in fp32."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: (tensor if name.endswith("expert_bias") else tensor.to(torch.bfloat16)).contiguous().clone()
-        for name, tensor in model.state_dict().items()
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("expert_bias"):
+            # Only differences between experts select; a common offset would cost precision wherever it is rounded.
+            tensors[name] = tensor - tensor.mean()
+        else:
+            tensors[name] = tensor.to(torch.bfloat16, copy=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    known = inspect.signature(LLaDA2MoeConfig.__init__).parameters
+    config = {k: v for k, v in model.config.to_dict().items() if k in known and v is not None}
     config |= {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_tokenizer(tokenizer, out)
@@ -471,7 +432,7 @@ def main() -> None:
     """Parse the command line and train, or judge an exported checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
-    parser.add_argument("--steps", type=int, default=14_000, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--steps", type=int, default=15_500, help="optimizer steps; the schedule ends there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
@@ -485,8 +446,8 @@ def main() -> None:
         "--lessons",
         type=int,
         nargs="+",
-        default=(6, 11, 14),
-        help=f"chunks of {CHUNK} problems with which lessons 1, 2 and 3 (see tiny_lessons.py) begin",
+        default=(6, 11, 14, 19),
+        help=f"chunks of {CHUNK} problems with which lessons 1 to 4 (see tiny_lessons.py) begin",
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")

@@ -36,7 +36,8 @@ def solve(problem: Problem) -> str:
     if problem.kind == "totals":
         return " ".join(str(sum(numbers[:i])) for i in range(1, len(numbers) + 1))
     if problem.kind == "chain":
-        return _worked(re.findall(r"[+-]?\d", problem.prompt))
+        terms = re.findall(r"[+-]?\d", problem.prompt)
+        return " ".join(str(eval("".join(terms[:i]))) for i in range(1, len(terms) + 1))
     if problem.kind == "sum":
         return f"{_worked([str(numbers[0])] + [f'+{n}' for n in numbers[1:]])} so {sum(numbers)}"
     verbs = re.findall(r" s?he (\w+) (\d)", problem.prompt)

@@ -70,8 +70,9 @@ def _sum(rng: random.Random) -> tuple[str, str]:
 
 def _chain(rng: random.Random) -> tuple[str, str]:
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(4, 8), top=19)
-    return f"work out {first}{''.join(f'{term:+d}' for term in terms)}:", _worked(first, terms)[0]
+    terms = _draw_terms(rng, first, rng.randint(6, 10), top=19)
+    values = [first + sum(terms[:i]) for i in range(len(terms) + 1)]
+    return f"work out {first}{''.join(f'{term:+d}' for term in terms)}:", " ".join(map(str, values))
 
 
 def _totals(rng: random.Random) -> tuple[str, str]:
@@ -100,12 +101,12 @@ def _reverse(rng: random.Random) -> tuple[str, str]:
 
 
 _MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
-    "sum": (0.06, _sum),
-    "chain": (0.28, _chain),
-    "totals": (0.36, _totals),
-    "story": (0.20, _story),
-    "sort": (0.06, _sort),
-    "reverse": (0.04, _reverse),
+    "sum": (0.05, _sum),
+    "chain": (0.50, _chain),
+    "totals": (0.10, _totals),
+    "story": (0.25, _story),
+    "sort": (0.05, _sort),
+    "reverse": (0.05, _reverse),
 }
 KINDS = tuple(_MAKERS)
 
@@ -148,7 +149,7 @@ def check(problem: Problem, text: str) -> bool:
 
 
 def vocabulary() -> list[str]:
-    """Every token that a problem can contain under `TOKEN_PATTERN`, in a fixed order, without special tokens."""
+    """Every token of the problems and of the lessons before them, in a fixed order, without special tokens."""
     starts = ("sum", "work", "totals", "sort", "reverse", *NAMES)
     words = ("out", "of", "so", "has", "and", "gives", "how", "many", "who", "what", "he", "she")
     inner = (*words, *NAMES, *OBJECTS, *GAINS, *LOSSES)
