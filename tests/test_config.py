@@ -12,7 +12,7 @@ from epoch_moe.config import EpochConfig
 def test_defaults_and_presets() -> None:
     config = EpochConfig()
     assert (config.coverage, config.refresh_interval, config.on_miss) == (0.95, 5, "reselect")
-    assert (config.restrict_new, config.support_scope, config.future_rows) == (False, "sequence", "fresh")
+    assert (config.restrict_new, config.support_scope) == (False, "sequence")
     assert EpochConfig.exact() == EpochConfig(coverage=None, refresh_interval=1)
     assert EpochConfig.paper() == EpochConfig(restrict_new=True, support_scope="batch")
     assert EpochConfig.exact(backend="loop").backend == "loop"
@@ -67,7 +67,6 @@ def test_the_floor_has_a_default(changes: dict[str, float], floor: float) -> Non
         ("refresh_interval", 0),
         ("refresh_interval", 2.5),
         ("refresh_interval", True),
-        ("future_rows", "stale"),
         ("backend", "cuda"),
         ("backend", None),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import Golden, assert_golden, load_golden
@@ -43,12 +45,12 @@ def brute_force(scores: list[float], spec: RouterSpec, usable: list[bool]) -> li
     candidates = [e for e in range(spec.num_experts) if usable[e]]
     if spec.kind == "sigmoid_group":
         size = spec.num_experts // spec.n_group
-        ranked = []
-        for group in range(spec.n_group):
-            own = sorted((scores[e] for e in candidates if e // size == group), reverse=True)
-            if own:
-                ranked.append((sum(own[:2]), group))
-        kept = {group for _, group in sorted(ranked, reverse=True)[: spec.topk_group]}
+        members = {group: range(group * size, (group + 1) * size) for group in range(spec.n_group)}
+        value = {group: sum(sorted((scores[e] for e in own), reverse=True)[:2]) for group, own in members.items()}
+        ranked = sorted(members, key=lambda group: value[group], reverse=True)
+        kept = ranked[: spec.topk_group]
+        if sum(usable[e] for group in kept for e in members[group]) < spec.top_k:
+            kept = [group for group in ranked if any(usable[e] for e in members[group])][: spec.topk_group]
         candidates = [e for e in candidates if e // size in kept]
     best = sorted(candidates, key=lambda e: scores[e], reverse=True)[: spec.top_k]
     return best + [NO_EXPERT] * (spec.top_k - len(best))
@@ -214,7 +216,7 @@ def test_logit_dtypes() -> None:
 # ------------------------------------------------------------------------------------------------------------ support
 
 
-def test_a_group_without_usable_experts_cannot_win() -> None:
+def test_a_short_row_trades_a_group_without_usable_experts() -> None:
     spec = RouterSpec(kind="sigmoid_group", num_experts=6, top_k=2, n_group=3, topk_group=1)
     scores = torch.tensor([[0.9, 0.9, 0.5, 0.4, 0.3, 0.2]])
     support = torch.tensor([False, False, True, True, True, True])
@@ -223,12 +225,24 @@ def test_a_group_without_usable_experts_cannot_win() -> None:
     assert select(scores - 5, spec, support).tolist() == [[2, 3]]
 
 
-def test_a_group_with_one_usable_expert_competes_with_it_alone() -> None:
-    spec = RouterSpec(kind="sigmoid_group", num_experts=4, top_k=2, n_group=2, topk_group=1)
-    scores = torch.tensor([[0.9, 0.8, 0.3, 0.2]])
-    assert select(scores, spec, torch.tensor([True, False, True, True])).tolist() == [[0, NO_EXPERT]]
-    scores = torch.tensor([[0.4, 0.8, 0.3, 0.2]])
-    assert select(scores, spec, torch.tensor([True, False, True, True])).tolist() == [[2, 3]]
+def test_groups_keep_their_natural_rank_inside_a_support() -> None:
+    spec = RouterSpec(kind="sigmoid_group", num_experts=4, top_k=1, n_group=2, topk_group=1)
+    scores = torch.tensor([[0.4, 0.8, 0.5, 0.3]])
+    # Group 0 ranks first with both experts; it stays first with the weaker one alone.
+    assert select(scores, spec, torch.tensor([True, False, True, True])).tolist() == [[0]]
+    # A group with one usable expert is kept even where K is larger: what is missing stays empty.
+    two = replace(spec, top_k=2)
+    assert select(scores, two, torch.tensor([True, False, True, True])).tolist() == [[0, NO_EXPERT]]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(selections(), st.integers(0, 2**31))
+def test_a_usable_natural_choice_is_kept(case: tuple[RouterSpec, Tensor, Tensor | None], seed: int) -> None:
+    spec, scores_TE, _ = case
+    natural_TK = select(scores_TE, spec)
+    support_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+    support_TE.scatter_(1, natural_TK, True)
+    assert torch.equal(select(scores_TE, spec, support_TE), natural_TK)
 
 
 def test_fewer_than_k_usable_experts() -> None:

@@ -105,7 +105,7 @@ class EpochMoEBlock(nn.Module):
         batch, seq_len, hidden = hidden_states.shape
         x_TH = hidden_states.reshape(-1, hidden)
         forward = self.slot.active
-        step = forward.enter(self.index, x_TH) if isinstance(forward, ForwardPlan) else None
+        step = forward.enter(self.index, hidden_states) if isinstance(forward, ForwardPlan) else None
         if isinstance(forward, ForwardPlan) and step is not None:
             routed_TH, router = self._planned(x_TH, forward, step), None
         else:

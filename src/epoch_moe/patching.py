@@ -126,7 +126,7 @@ def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, str
         config = EpochConfig.preset(config)
     if config is not None and not isinstance(config, EpochConfig):
         raise TypeError(f"config={config!r}: expected an EpochConfig, a preset name or None")
-    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    state = _state(model)
     if state is not None:
         return _update(state, config)
 
@@ -180,7 +180,7 @@ def unpatch(model: nn.Module) -> None:
         ValueError: the model is not patched.
         RuntimeError: somebody replaced or wrapped a patched block since; the error names it, and nothing is changed.
     """
-    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    state = _state(model)
     if state is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: there is nothing to undo")
     if state.slot.active is not None:
@@ -213,7 +213,7 @@ def patched(
 
     On a model that is patched already, the configuration is changed and changed back at the end.
     """
-    state: PatchState | None = getattr(model, ATTRIBUTE, None)
+    state = _state(model)
     before = None if state is None else state.config
     report = patch(model, config, strict=strict)
     try:
@@ -318,6 +318,11 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
             return module
         module = child
     return module
+
+
+def _state(model: nn.Module) -> PatchState | None:
+    # Not through getattr: wrappers such as peft's pass it on to the model inside, whose module paths are not theirs.
+    return model.__dict__.get(ATTRIBUTE)
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:

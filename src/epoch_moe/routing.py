@@ -130,20 +130,36 @@ def router_scores(logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec) ->
     return Scores(logits_TE, selection_TE, scores_TE)
 
 
-def _group_limit(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
-    """-inf outside each row's ``topk_group`` best groups (a group's score: sum of its two best experts)."""
-    if spec.topk_group == spec.n_group:
-        return selection_TE
+def _best_groups(group_TG: Tensor, count: int) -> Tensor:
+    """Bool ``[T,G]``: the ``count`` best groups of each row."""
+    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    return kept_TG.scatter_(1, group_TG.topk(count, dim=-1, sorted=False).indices, True)
+
+
+def group_limited(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None = None) -> Tensor:
+    """Selection scores with -inf where a row may not choose: outside its groups, and outside the support.
+
+    A row's groups are its ``topk_group`` best by the sum of their two best scores, whether a support holds those or
+    not: so a row whose natural top-k lie in the support gets exactly these. Only a row that finds fewer than K usable
+    experts there trades groups without any usable expert for the next best that have one.
+
+    Args:
+        selection_TE: fp32 selection scores.
+        support: bool ``[E]`` or ``[T,E]``; None = all experts.
+    """
+    usable_TE = selection_TE if support is None else selection_TE.masked_fill(~support, float("-inf"))
+    if spec.kind != "sigmoid_group" or spec.topk_group == spec.n_group:
+        return usable_TE
     num_rows = selection_TE.shape[0]
     grouped_TGg = selection_TE.view(num_rows, spec.n_group, spec.group_size)
-    best_TGt = grouped_TGg.topk(min(2, spec.group_size), dim=-1).values
-    # Inside a support a group may have one usable expert: the missing second counts as 0, so that the group keeps its
-    # rank, while a group without any usable expert stays at -inf and cannot win.
-    group_TG = best_TGt.masked_fill(best_TGt == float("-inf"), 0.0).sum(dim=-1)
-    group_TG = group_TG.masked_fill(best_TGt[..., 0] == float("-inf"), float("-inf"))
-    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-    kept_TG.scatter_(1, group_TG.topk(spec.topk_group, dim=-1, sorted=False).indices, True)
-    return grouped_TGg.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).view(num_rows, spec.num_experts)
+    group_TG = grouped_TGg.topk(min(2, spec.group_size), dim=-1).values.sum(dim=-1)
+    kept_TG = _best_groups(group_TG, spec.topk_group)
+    if support is not None:
+        usable_TG = support.expand(num_rows, -1).reshape(grouped_TGg.shape).sum(dim=-1)
+        short_T1 = (usable_TG * kept_TG).sum(dim=-1, keepdim=True) < spec.top_k
+        kept_TG = _best_groups(group_TG.masked_fill(short_T1 & (usable_TG == 0), float("-inf")), spec.topk_group)
+    limited_TGg = usable_TE.view_as(grouped_TGg).masked_fill(~kept_TG.unsqueeze(-1), float("-inf"))
+    return limited_TGg.view(num_rows, spec.num_experts)
 
 
 def pool_support(selection_NSE: Tensor, spec: RouterSpec, valid_NS: Tensor | None = None) -> Tensor:
@@ -182,18 +198,14 @@ def select(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None = None
 
     Args:
         selection_TE: fp32 selection scores.
-        support: bool ``[E]`` or ``[T,E]``, True where an expert may be chosen. Excluded experts get -inf
-            *before* group scores are taken, so that a group cannot win with experts nobody may use.
+        support: bool ``[E]`` or ``[T,E]``, True where an expert may be chosen; see `group_limited` for what it does
+            to a group limit.
 
     Returns:
         int64 ids, best first; ``NO_EXPERT`` where fewer than K experts are usable. Ties are broken as
         ``torch.topk`` does, which the released models use.
     """
-    if support is not None:
-        selection_TE = selection_TE.masked_fill(~support, float("-inf"))
-    if spec.kind == "sigmoid_group":
-        selection_TE = _group_limit(selection_TE, spec)
-    best = selection_TE.topk(spec.top_k, dim=-1)
+    best = group_limited(selection_TE, spec, support).topk(spec.top_k, dim=-1)
     if support is None:
         return best.indices
     return best.indices.masked_fill(best.values == float("-inf"), NO_EXPERT)

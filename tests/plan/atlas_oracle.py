@@ -9,12 +9,13 @@ Row = list[float]
 
 def _kept_groups(row: Row, spec: RouterSpec, support: set[int]) -> list[int]:
     """The surviving groups of a row that may use the experts in `support` only."""
-    ranked = []
-    for group in range(spec.n_group):
-        members = range(group * spec.group_size, (group + 1) * spec.group_size)
-        usable = sorted((row[e] for e in members if e in support), reverse=True)
-        ranked.append((sum(usable[:2]) if usable else float("-inf"), group))
-    return [group for _, group in sorted(ranked, key=lambda item: -item[0])[: spec.topk_group]]
+    members = [range(g * spec.group_size, (g + 1) * spec.group_size) for g in range(spec.n_group)]
+    value = [sum(sorted((row[e] for e in own), reverse=True)[:2]) for own in members]
+    ranked = sorted(range(spec.n_group), key=lambda g: -value[g])
+    kept = ranked[: spec.topk_group]
+    if sum(e in support for g in kept for e in members[g]) < spec.top_k:
+        kept = [g for g in ranked if any(e in support for e in members[g])][: spec.topk_group]
+    return kept
 
 
 def choose(row: Row, spec: RouterSpec, support: set[int] | None = None) -> list[int]:
@@ -28,11 +29,12 @@ def choose(row: Row, spec: RouterSpec, support: set[int] | None = None) -> list[
 
 
 def candidates(selection: Row, combine: Row, spec: RouterSpec, factor: int) -> dict[int, float]:
-    """A row's candidate experts with their combine weights: its natural top-k, and the best others."""
-    natural = choose(selection, spec)
-    others = sorted((e for e in range(spec.num_experts) if e not in natural), key=lambda e: -selection[e])
-    width = min(factor * spec.top_k, spec.num_experts)
-    return {e: combine[e] for e in [*natural, *others][:width]}
+    """A row's candidate experts with their combine weights: the best of its own groups."""
+    kept = range(spec.n_group)
+    if spec.kind == "sigmoid_group":
+        kept = _kept_groups(selection, spec, set(range(spec.num_experts)))  # type: ignore[assignment]
+    own = [e for e in range(spec.num_experts) if e // spec.group_size in kept]
+    return {e: combine[e] for e in sorted(own, key=lambda e: -selection[e])[: factor * spec.top_k]}
 
 
 def covered(cand: dict[int, float], support: set[int], top_k: int) -> float:
@@ -71,14 +73,5 @@ def atlas(
         }
         support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
 
-    while True:
-        short = [i for i in rows if len(choose(selection[i], spec, support)) < spec.top_k]
-        if not short:
-            return support
-        wider = support | {e for i in short for e in natural[i]}
-        if wider == support:  # the row meets groups that rank higher inside the support than they do naturally
-            for i in short:
-                for group in range(spec.n_group):
-                    members = range(group * spec.group_size, (group + 1) * spec.group_size)
-                    wider |= set(sorted(members, key=lambda e: -selection[i][e])[:2])
-        support = wider
+    short = [i for i in rows if len(choose(selection[i], spec, support)) < spec.top_k]
+    return support | {e for i in short for e in natural[i]}

@@ -40,22 +40,24 @@ class Oracle:
         for b in range(self.batch):
             for s in range(lead + self.window):
                 if not valid[b][s]:
+                    self.held.pop((b, s - lead), None)  # a row that was not there starts anew
                     continue
                 n = s - lead
                 if n < 0:
                     want.fresh.add((b, s))
                     continue
                 token = ids[b][s]
-                live = token == MASK and n >= self.prefix
+                in_block = n >= self.prefix
+                live = token == MASK and in_block
                 held = self.held.get((b, n)) == token
                 full = cold or (refresh and not (self.constant and n < self.prefix))
                 if full or live or not held:
                     want.fresh.add((b, s))
                     if not live:
                         want.stored.add((b, s))
-                    if not cold and (live or self.restrict_new):
+                    if not cold and (live or (self.restrict_new and in_block)):
                         want.restricted.add((b, s))
-                    if not cold and not live and not held and not self.restrict_new:
+                    if not cold and in_block and not live and not held and not self.restrict_new:
                         want.joining.add((b, s))
                     if live:
                         want.voting.add((b, s))

@@ -24,7 +24,10 @@ def describe(block: nn.Module) -> BlockSpec | None:
     weight, bias = getattr(gate, "weight", None), getattr(gate, "expert_bias", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(bias, torch.Tensor):
         return None
-    names = ("top_k", "n_group", "topk_group", "routed_scaling_factor")
+    config = getattr(gate, "config", None) or getattr(block, "config", None)
+    pooled = getattr(config, "expert_capacity", None) is not None and getattr(config, "block_size", None) is not None
+    # LLaDA2.2 selects from a pool of experts per block of rows: its gate need not know groups.
+    names = ("top_k", "routed_scaling_factor") + (() if pooled else ("n_group", "topk_group"))
     if not all(isinstance(getattr(gate, name, None), (int, float)) for name in names):
         return None
     if not all(hasattr(experts[0], name) for name in ("gate_proj", "up_proj", "down_proj")):
@@ -36,7 +39,7 @@ def describe(block: nn.Module) -> BlockSpec | None:
         )
     return BlockSpec(
         family="llada2",
-        router=_router(block, gate, len(experts)),
+        router=_router(gate, len(experts), config, pooled=pooled),
         gate_weight="gate.weight",
         gate_bias="gate.expert_bias",
         shared="shared_experts" if isinstance(getattr(block, "shared_experts", None), nn.Module) else None,
@@ -44,14 +47,13 @@ def describe(block: nn.Module) -> BlockSpec | None:
     )
 
 
-def _router(block: nn.Module, gate: Any, num_experts: int) -> RouterSpec:
-    config = getattr(gate, "config", None) or getattr(block, "config", None)
-    capacity, block_size = getattr(config, "expert_capacity", None), getattr(config, "block_size", None)
+def _router(gate: Any, num_experts: int, config: Any, *, pooled: bool) -> RouterSpec:
     common: dict[str, Any] = {
         "num_experts": num_experts,
         "top_k": int(gate.top_k),
         "routed_scaling_factor": float(gate.routed_scaling_factor),
     }
-    if capacity is not None and block_size is not None:
-        return RouterSpec(kind="block_pool", expert_capacity=capacity, block_size=block_size, **common)
+    if pooled:
+        pool = {"expert_capacity": int(config.expert_capacity), "block_size": int(config.block_size)}
+        return RouterSpec(kind="block_pool", **pool, **common)
     return RouterSpec(kind="sigmoid_group", n_group=int(gate.n_group), topk_group=int(gate.topk_group), **common)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.routing import NO_EXPERT, RouterSpec, select
+from epoch_moe.routing import NO_EXPERT, RouterSpec, group_limited, select
 
 
 def compile_support(
@@ -36,18 +36,18 @@ def compile_support(
 
     Every support holds at least K experts, and every voting row finds K of them (group limits included).
     """
-    num_supports, width, num_experts = selection_BWE.shape
+    num_experts = selection_BWE.shape[-1]
     flat_TE = selection_BWE.reshape(-1, num_experts)
-    natural_BWK = select(flat_TE, spec).view(num_supports, width, spec.top_k)
+    # Candidates come from a row's own groups: what lies elsewhere it could not choose, whatever the support holds.
+    limited_BWE = group_limited(flat_TE, spec).view_as(selection_BWE)
+    natural_BWK = limited_BWE.topk(spec.top_k, dim=-1).indices
     if coverage >= 1.0:
         return _with_all_where_nobody_votes(_union(natural_BWK, vote_BW, num_experts), vote_BW)
 
     own_BW = combine_BWE.gather(2, natural_BWK).sum(-1) * vote_BW
     target_BW = coverage * own_BW
-    num_candidates = min(candidate_factor * spec.top_k, num_experts)
-    # The natural top-k are candidates whatever a group limit did to their rank, so that every target can be met.
-    ranked_BWE = selection_BWE.scatter(2, natural_BWK, float("inf"))
-    ids_BWC = ranked_BWE.topk(num_candidates, dim=-1).indices
+    num_candidates = min(candidate_factor * spec.top_k, spec.topk_group * spec.group_size)
+    ids_BWC = limited_BWE.topk(num_candidates, dim=-1).indices
     weights_BWC, order_BWC = combine_BWE.gather(2, ids_BWC).masked_fill(~vote_BW.unsqueeze(-1), 0.0).sort(
         dim=-1, descending=True, stable=True
     )
@@ -67,8 +67,7 @@ class _Candidates:
         self.ids_BWC, self.weights_BWC, self.top_k = ids_BWC, weights_BWC, top_k
         num_supports, width, num_candidates = ids_BWC.shape
         self.flat_ids = ids_BWC.reshape(num_supports, width * num_candidates)
-        zeros_BE = torch.zeros(num_supports, num_experts, device=ids_BWC.device)
-        self._zeros_BE = zeros_BE
+        self._zeros_BWE = torch.zeros(num_supports, width, num_experts, device=ids_BWC.device)
 
     def covered(self, support_BE: Tensor) -> Tensor:
         """Weight of each row's best K candidates inside the support: ``[B,W]``."""
@@ -78,8 +77,8 @@ class _Candidates:
 
     def total(self, per_candidate_BWC: Tensor) -> Tensor:
         """Sum of a per-candidate quantity over the rows, by expert: ``[B,E]``."""
-        # index order is fixed, so the sum is deterministic on a CPU; ties are broken by the lowest id in argmax.
-        return self._zeros_BE.scatter_add(1, self.flat_ids, per_candidate_BWC.reshape(self.flat_ids.shape))
+        # Not by scatter_add, whose order of additions, and with it the choice among near-ties, is open on a GPU.
+        return self._zeros_BWE.scatter(2, self.ids_BWC, per_candidate_BWC).sum(dim=1)
 
 
 def _union(ids_BWK: Tensor, vote_BW: Tensor, num_experts: int) -> Tensor:
@@ -131,33 +130,16 @@ def _fill_deficits(support_BE: Tensor, candidates: _Candidates, target_BW: Tenso
     return support_BE
 
 
-def _group_leaders(selection_BWE: Tensor, spec: RouterSpec) -> Tensor:
-    """Ids of the two best experts of every group: ``[B,W,2G]``."""
-    num_supports, width, _ = selection_BWE.shape
-    grouped = selection_BWE.view(num_supports, width, spec.n_group, spec.group_size)
-    within = grouped.topk(min(2, spec.group_size), dim=-1).indices
-    starts_G1 = (torch.arange(spec.n_group, device=within.device) * spec.group_size).unsqueeze(1)
-    return (within + starts_G1).flatten(2)
-
-
 def _make_feasible(
     support_BE: Tensor, selection_BWE: Tensor, natural_BWK: Tensor, vote_BW: Tensor, spec: RouterSpec
 ) -> Tensor:
     """Give every voting row K usable experts: a row that finds fewer brings its natural top-k into the support.
 
-    A group limit can defeat even that: inside a support a group is ranked by its usable experts, so one whose second
-    best has a negative score ranks higher than it does among all experts, and may displace a natural group. Such a row
-    also brings the two best experts of every group, and with them the natural ranking of the groups.
+    Then it has K in its natural groups, and chooses those, so one round is enough.
     """
     num_supports, width, num_experts = selection_BWE.shape
     flat_TE = selection_BWE.reshape(-1, num_experts)
-    for _ in range(num_experts):
-        per_row_TE = support_BE.repeat_interleave(width, dim=0)
-        short_BW = (select(flat_TE, spec, per_row_TE) == NO_EXPERT).any(-1).view(num_supports, width) & vote_BW
-        if not bool(short_BW.any()):
-            break
-        widened_BE = support_BE | _union(natural_BWK, short_BW, num_experts)
-        if torch.equal(widened_BE, support_BE):
-            widened_BE = support_BE | _union(_group_leaders(selection_BWE, spec), short_BW, num_experts)
-        support_BE = widened_BE
+    per_row_TE = support_BE.repeat_interleave(width, dim=0)
+    short_BW = (select(flat_TE, spec, per_row_TE) == NO_EXPERT).any(-1).view(num_supports, width) & vote_BW
+    support_BE = support_BE | _union(natural_BWK, short_BW, num_experts)
     return _with_all_where_nobody_votes(support_BE, vote_BW)

@@ -137,9 +137,10 @@ class BlockPlan:
         stamps_M = self._stamps_BN.view(-1)
         rows = forward.rows
         tokens_T = forward.ids_BS.reshape(-1)
-        # An entry that this forward could not have used (edited, masked again, live, declared changed) is lost for good,
-        # also where the row was not valid: it may come back with its old token.
-        kept_BN = forward.states.cached_BN & ~forward.states.live_BN
+        # An entry that this forward could not have used (edited, masked again, live, declared changed, of a row that
+        # was not there) is lost for good: the row may come back with its old token.
+        states = forward.states
+        kept_BN = states.cached_BN & ~states.live_BN & states.valid_BS[:, forward.lead :]
         stamps_M.masked_fill_(~kept_BN.reshape(-1), NO_TOKEN)
         stamps_M[rows.store_dst] = tokens_T[rows.fresh_R[rows.store_src]]
         self.forwards += 1
@@ -178,11 +179,11 @@ class ForwardPlan:
         """Where work is counted."""
         return self.plan.counters
 
-    def enter(self, layer: int, x_TH: Tensor) -> LayerStep | None:
+    def enter(self, layer: int, x_BSH: Tensor) -> LayerStep | None:
         """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason)."""
         state = self.plan.layers[layer]
         reason = ""
-        if x_TH.shape[0] != self.ids_BS.numel():
+        if x_BSH.shape[:2] != self.ids_BS.shape:
             reason = "shape"
         elif state.entered == self.number:
             reason = "revisit"
@@ -194,12 +195,12 @@ class ForwardPlan:
             state.last_forward = -1
             return None
         rows, cold = self.rows, self.cold
-        cache_shape = (self.plan.batch * self.plan.window, x_TH.shape[1])
+        cache_shape = (self.plan.batch * self.plan.window, x_BSH.shape[2])
         fits = (
             state.cache_MH is not None
             and state.cache_MH.shape == cache_shape
-            and state.cache_MH.dtype == x_TH.dtype
-            and state.cache_MH.device == x_TH.device
+            and state.cache_MH.dtype == x_BSH.dtype
+            and state.cache_MH.device == x_BSH.device
         )
         if not self.cold and (not fits or state.last_forward != self.number - 1):
             # This layer missed a forward (or changed dtype or device): its cache no longer matches the stamps.
@@ -208,6 +209,6 @@ class ForwardPlan:
                 self._full_rows = self._plan(cold=True, refresh=True)
             rows, cold = self._full_rows, True
         if not fits:
-            state.cache_MH = x_TH.new_empty(cache_shape)
+            state.cache_MH = x_BSH.new_empty(cache_shape)
         state.last_forward = self.number
         return LayerStep(rows, state, cold)

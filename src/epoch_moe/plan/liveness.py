@@ -129,7 +129,7 @@ def plan_rows(
         cold: the block's first forward: nothing is reused or restricted.
         lead: C.
         prefix: window rows before the current block.
-        restrict_new: restrict decoded rows too.
+        restrict_new: restrict the block's decoded rows too.
     """
     valid_BS, live_BN = states.valid_BS, states.live_BN
     batch, seq_len = valid_BS.shape
@@ -154,10 +154,12 @@ def plan_rows(
     window_R = position_R >= lead
     stored_R = window_R & ~live_R
     new_R = stored_R & ~whole(states.cached_BN).view(-1)[fresh_R]
-    restricted_R = torch.zeros_like(live_R) if cold else (window_R if restrict_new else live_R)
+    # The support speaks for the block's rows: prefix rows that are recomputed route freely under either setting.
+    block_R = position_R >= lead + prefix
+    restricted_R = torch.zeros_like(live_R) if cold else (block_R if restrict_new else live_R)
     reuse_T = reuse_BS.view(-1).nonzero().squeeze(1)
     store_src = stored_R.nonzero().squeeze(1)
-    vote_src = (live_R & (position_R >= lead + prefix)).nonzero().squeeze(1)
+    vote_src = (live_R & block_R).nonzero().squeeze(1)
     block_len = window - prefix
     num_rows = int(valid_BS.sum())
     return RowPlan(
@@ -165,7 +167,7 @@ def plan_rows(
         seq_len=seq_len,
         fresh_R=fresh_R,
         restricted_R=restricted_R,
-        joining_R=new_R & ~restricted_R,
+        joining_R=new_R & block_R & ~restricted_R,
         vote_src=vote_src,
         vote_dst=(sequence_R * block_len + position_R - lead - prefix)[vote_src],
         sequence_R=sequence_R,
