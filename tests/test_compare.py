@@ -68,7 +68,8 @@ def test_dense_side_computes_every_row(tiny, result):
 def test_exact_agrees_with_dense_on_every_problem(tiny):
     result = compare(*tiny, PROBLEMS, EpochConfig.exact(), gen_length=96, batch_size=4)
     assert result["agreement"] == 1.0 and result["token_agreement"] == 1.0
-    assert result["ratios"]["pairs"] == 1.0
+    # Sequences that wait for a slower batch mate are computed by neither side.
+    assert result["ratios"]["pairs"] == 1.0 and result["ratios"]["lm_head_rows"] < 1.0
     assert result["fallbacks"] == {}
 
 

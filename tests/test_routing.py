@@ -131,11 +131,7 @@ def test_llada2_golden(name: str) -> None:
         x_TH = x_BSH.flatten(0, 1)
         gate = f"model.layers.{layer}.mlp.gate."
         weight_EH, bias_E = golden.weights[gate + "weight"], golden.weights[gate + "expert_bias"]
-        pools = None
-        if spec.kind == "block_pool":
-            scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
-            pools = sequence_pools(scores.selection_TE, spec, x_BSH.shape[0])
-        routing, scores = route(x_TH, weight_EH, bias_E, spec, pools)
+        routing, scores = route(x_TH, weight_EH, bias_E, spec, batch=x_BSH.shape[0])
         torch.testing.assert_close(
             scores.logits_TE, golden.forward[f"layer{layer}.router_logits"], rtol=1e-5, atol=1e-6
         )

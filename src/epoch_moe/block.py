@@ -26,10 +26,9 @@ from epoch_moe.routing import (
     RouterSpec,
     Routing,
     Scores,
-    combine_weights,
+    route,
     router_logits,
     router_scores,
-    select,
     sequence_pools,
 )
 
@@ -109,7 +108,7 @@ class EpochMoEBlock(nn.Module):
         if isinstance(forward, ForwardPlan) and step is not None:
             routed_TH, router = self._planned(x_TH, forward, step), None
         else:
-            routed_TH, router = self._dense(x_TH, batch, forward)
+            routed_TH, router = self._dense(hidden_states, forward)
         out = routed_TH.view(batch, seq_len, hidden)
         if self.spec.shared is not None:
             out = out + getattr(self, self.spec.shared)(hidden_states)
@@ -152,21 +151,30 @@ class EpochMoEBlock(nn.Module):
         return restore(y_RH, rows, step.state.cache_MH)
 
     def _dense(
-        self, x_TH: Tensor, batch: int, forward: ForwardPlan | DenseForward | None
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """All rows, all experts: the model's own function, and its router output."""
-        spec = self.spec.router
-        scores = self._scores(x_TH)
-        pools_TE = sequence_pools(scores.selection_TE, spec, batch) if spec.kind == "block_pool" else None
-        ids_TK = select(scores.selection_TE, spec, pools_TE)
-        routing = Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype))
-        routed_TH = self._experts(x_TH, routing, forward)
-        return routed_TH, (scores.logits_TE.view(batch, -1, spec.num_experts), ids_TK.view(batch, -1, spec.top_k))
+        spec, (batch, seq_len, hidden) = self.spec.router, x_BSH.shape
+        x_TH = x_BSH.reshape(-1, hidden)
+        routing, scores = route(x_TH, *self._gate(), spec, batch=batch)
+        router = (
+            scores.logits_TE.view(batch, seq_len, spec.num_experts),
+            routing.ids_TK.view(batch, seq_len, spec.top_k),
+        )
+        rows_R = forward.rows_of(x_BSH) if isinstance(forward, DenseForward) else None
+        if rows_R is None:
+            return self._experts(x_TH, routing, forward), router
+        y_RH = self._experts(x_TH[rows_R], Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R]), forward)
+        return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
+
+    def _gate(self) -> tuple[Tensor, Tensor | None]:
+        """Router weight ``[E,H]`` and expert bias ``[E]``."""
+        bias = self.spec.gate_bias
+        return _resolve(self, self.spec.gate_weight), None if bias is None else _resolve(self, bias)
 
     def _scores(self, x_TH: Tensor) -> Scores:
-        spec = self.spec
-        bias_E = None if spec.gate_bias is None else _resolve(self, spec.gate_bias)
-        return router_scores(router_logits(x_TH, _resolve(self, spec.gate_weight), spec.router), bias_E, spec.router)
+        weight_EH, bias_E = self._gate()
+        return router_scores(router_logits(x_TH, weight_EH, self.spec.router), bias_E, self.spec.router)
 
     def _experts(self, x_RH: Tensor, routing: Routing, forward: ForwardPlan | DenseForward | None) -> Tensor:
         """Routed experts of some rows, counted."""

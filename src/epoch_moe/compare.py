@@ -84,9 +84,7 @@ def compare(
         model, tokenizer: as `epoch_moe.load_model` returns them; patched for the time of the call.
         problems: with exact answers.
         config: the plan.
-        batch_size: problems decoded together. Above 1 the dense side's rows and pairs include those of sequences that
-            wait for a slower one to finish the block, which it computes and a plan does not; its ratios then hold
-            that saving too.
+        batch_size: problems decoded together.
         samples: how many problems to return with both answers.
         progress: called with the number of problems after each batch.
         options: for `epoch_moe.generate` (``gen_length``, ``block_length``, ``threshold``, ...).

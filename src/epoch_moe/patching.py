@@ -267,6 +267,9 @@ def _refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
     if "forward" in module.__dict__:
         return f"its forward was replaced by {module.__dict__['forward']!r}, which a patch would drop"
     experts = getattr(module, spec.experts)
+    for name, child in module.named_modules():
+        if name and not name.startswith(spec.shared or "\0") and (child._forward_hooks or child._forward_pre_hooks):
+            return f"{name} has forward hooks, which would no longer run: remove them first"
     try:
         for index, expert in enumerate(experts):
             _check_expert(expert, f"{spec.experts}[{index}]", experts[0])

@@ -231,12 +231,21 @@ def route(
     weight_EH: Tensor,
     bias_E: Tensor | None,
     spec: RouterSpec,
+    *,
+    batch: int = 1,
     support: Tensor | None = None,
 ) -> tuple[Routing, Scores]:
-    """One row-wise routing pass (softmax and sigmoid_group kinds): ``x_TH -> ids_TK, weights_TK`` and scores.
+    """One whole routing pass: ``x_TH -> ids_TK, weights_TK`` and scores.
 
-    The block-pool kind needs to know which rows form a block: pass ``sequence_pools`` as the support.
+    Args:
+        batch: sequences that the T rows belong to. The block-pool kind forms its pools within them, from whole
+            sequences that start at a routing-block boundary.
+        support: as in `select`; not for the block-pool kind, which brings its own.
     """
     scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
+    if spec.kind == "block_pool":
+        if support is not None:
+            raise ValueError("kind='block_pool' forms its own supports: expected support=None")
+        support = sequence_pools(scores.selection_TE, spec, batch)
     ids_TK = select(scores.selection_TE, spec, support)
     return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from reference_loop import block_logits, reference_generate
 from torch import Tensor, nn
 
+from epoch_moe import patched
 from epoch_moe.decoding import choose_rows, generate, transfer_schedule
 
 BLOCK, MASK = 8, 125
@@ -15,9 +18,12 @@ RUNS = [0, 1, 2]
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_fp32_tokens_equal_the_released_loop(load_checkpoint, golden_run, run, use_cache):
+@pytest.mark.parametrize("config", [None, "dense", "exact"])
+def test_fp32_tokens_equal_the_released_loop(load_checkpoint, golden_run, run, use_cache, config):
     arguments, data = golden_run("llada2", run)
-    out = generate(load_checkpoint("llada2"), data["prompt"], use_cache=use_cache, **arguments)
+    model = load_checkpoint("llada2")
+    with nullcontext() if config is None else patched(model, config):
+        out = generate(model, data["prompt"], use_cache=use_cache, **arguments)
     assert torch.equal(out.sequences, data["output"])
     assert out.forwards == data["trace_input_ids"].shape[0]
     assert out.prefill_forwards == 0

@@ -224,7 +224,7 @@ class _BlockLoop:
         ):
             hidden_BSH = self.forward(ids_BS, first, bias)
         self.forwards += 1
-        logits_RV, rows_R = self.live_logits(hidden_BSH[:, -block:], live_BN, sum(left))
+        logits_RV, rows_R = self.live_logits(hidden_BSH[:, -block:], live_BN, left)
         tokens_R, confidence_R = sample_tokens(
             logits_RV, self.settings.temperature, self.settings.top_k, self.settings.top_p, self.generator
         )
@@ -242,19 +242,21 @@ class _BlockLoop:
             left_B1 = left_B1.masked_fill(ended_B1, 0)
         return left_B1
 
-    def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, live_rows: int) -> tuple[Tensor, Tensor]:
+    def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
         """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""
-        # nonzero() without a host sync: how many there are is known.
-        rows_R = live_BN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:live_rows]
+        live_rows = sum(left)
+        rows_R = _true_places(live_BN.flatten(), live_rows)
         hidden_TH = hidden_BNH.reshape(-1, hidden_BNH.shape[-1])
-        picked_R = rows_R.to(hidden_TH.device)
-        if self.context.lm_head_rows == "block":
-            logits_RV = self.head(hidden_TH)[picked_R]
-            self.context.count_lm_head(hidden_TH.shape[0])
-        else:
-            logits_RV = self.head(hidden_TH[picked_R])
+        if self.context.lm_head_rows == "live":
             self.context.count_lm_head(live_rows)
-        return logits_RV.float(), rows_R
+            return self.head(hidden_TH[rows_R.to(hidden_TH.device)]).float(), rows_R
+        # All rows of the block, of the sequences that are not done with it.
+        busy_BN = (live_BN.any(dim=1, keepdim=True)).expand_as(live_BN)
+        busy_rows = sum(1 for rows in left if rows) * live_BN.shape[1]
+        busy_T = _true_places(busy_BN.flatten(), busy_rows)
+        logits_TV = self.head(hidden_TH[busy_T.to(hidden_TH.device)])
+        self.context.count_lm_head(busy_rows)
+        return logits_TV[_true_places(live_BN.flatten()[busy_T], live_rows).to(logits_TV.device)].float(), rows_R
 
     def ended(self, begin: int, end: int, chosen_BN: Tensor) -> Tensor:
         """``[B,1]`` bool: an end id was just committed, and the answer has one without masks before it."""
@@ -294,9 +296,9 @@ class _BlockLoop:
         while begin - self.cache.length > chunk:
             first = self.cache.length
             end = first + chunk
-            real_rows = sum(max(0, end - max(first, start)) for start in self.canvas.starts)
-            with self.context.prefill(real_rows):
-                self.forward(self.canvas.ids_BW[:, first:end], first, self.attention_bias(first, end))
+            ids_BS = self.canvas.ids_BW[:, first:end]
+            with self.context.prefill(ids_BS, self.canvas.real(first, end) if self.canvas.padded else None):
+                self.forward(ids_BS, first, self.attention_bias(first, end))
             self.cache.commit(chunk)
             self.prefill_forwards += 1
         return self.cache.length
@@ -349,6 +351,11 @@ def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
             "diffusion: load it with attn_implementation='sdpa'"
         )
     return base, head
+
+
+def _true_places(mask_T: Tensor, count: int) -> Tensor:
+    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
+    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
 
 
 def _is_native(base: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from epoch_moe.experts.grouped import pick_backend, run_experts
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.llada2_config import LLaDA2MoeConfig
-from epoch_moe.routing import combine_weights, router_logits, router_scores, select, sequence_pools
+from epoch_moe.routing import route
 
 
 class LLaDA2MoeRMSNorm(nn.Module):
@@ -193,12 +193,8 @@ class LLaDA2MoeGate(nn.Module):
         """
         batch = hidden_states.shape[0] if hidden_states.dim() == 3 else 1
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        scores = router_scores(router_logits(x_TH, self.weight, self.spec), self.expert_bias, self.spec)
-        pools_TE = None
-        if self.spec.kind == "block_pool":
-            pools_TE = sequence_pools(scores.selection_TE, self.spec, batch)
-        ids_TK = select(scores.selection_TE, self.spec, pools_TE)
-        return ids_TK, combine_weights(scores.combine_TE, ids_TK, self.spec, x_TH.dtype), scores.logits_TE
+        routing, scores = route(x_TH, self.weight, self.expert_bias, self.spec, batch=batch)
+        return routing.ids_TK, routing.weights_TK, scores.logits_TE
 
 
 class LLaDA2MoeSparseMoeBlock(nn.Module):

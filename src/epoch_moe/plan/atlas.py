@@ -118,8 +118,6 @@ def _fill_deficits(support_BE: Tensor, candidates: _Candidates, target_BW: Tenso
     for _ in range(support_BE.shape[1]):
         deficit_BW = target_BW - candidates.covered(support_BE)
         deficit_BW = deficit_BW.masked_fill(deficit_BW <= tolerance_BW, 0.0)
-        if not bool((deficit_BW > 0).any()):
-            break
         gain_BE = candidates.total(torch.minimum(candidates.weights_BWC, deficit_BW.unsqueeze(-1)))
         gain_BE = gain_BE.masked_fill(support_BE, 0.0)
         best_B1 = gain_BE.argmax(dim=1, keepdim=True)

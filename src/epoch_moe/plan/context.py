@@ -24,11 +24,25 @@ LmHeadRows = Literal["live", "block"]
 
 
 class DenseForward:
-    """A forward without a plan whose work is counted."""
+    """A forward without a plan whose work is counted.
 
-    def __init__(self, counters: Counters):
+    Attributes:
+        counters: where.
+        valid_R: int64, the rows that exist, where some do not (padding, finished sequences): as under a plan, no
+            expert computes the others. None = all.
+        num_rows: valid rows.
+    """
+
+    def __init__(self, counters: Counters, shape: torch.Size, valid_BS: Tensor | None):
         self.counters = counters
         self.wants_router = False
+        self.shape = shape
+        self.valid_R = None if valid_BS is None else valid_BS.reshape(-1).nonzero().squeeze(1)
+        self.num_rows = shape.numel() if self.valid_R is None else self.valid_R.numel()
+
+    def rows_of(self, x_BSH: Tensor) -> Tensor | None:
+        """`valid_R` where it fits a layer's input, else None."""
+        return self.valid_R if x_BSH.shape[:2] == self.shape else None
 
 
 class PlanSlot:
@@ -107,7 +121,7 @@ class DecodeContext(Protocol):
         """One forward."""
         ...
 
-    def prefill(self, rows: int) -> AbstractContextManager[None]:
+    def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> AbstractContextManager[None]:
         """One forward outside of a block."""
         ...
 
@@ -214,8 +228,8 @@ class BlockPlanContext:
         self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN)
         forward: ForwardPlan | DenseForward
         if self._plan is None:
-            forward = DenseForward(self.counters)
-            valid_rows = ids_BS.numel() if valid_BS is None else int(valid_BS.sum())
+            forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
+            valid_rows = forward.num_rows
         else:
             forward = self._plan.next_forward(
                 ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
@@ -240,14 +254,20 @@ class BlockPlanContext:
             )
 
     @contextmanager
-    def prefill(self, rows: int) -> Iterator[None]:
-        """Surround a forward outside of a block that only writes K/V: dense, counted with its ``rows`` valid rows."""
+    def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
+        """Surround a forward outside of a block that only writes K/V: dense, and counted.
+
+        Args:
+            ids_BS: int64, the forward's token ids.
+            valid_BS: bool, False for padding. Default: all True.
+        """
         if self._open:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
-        with self._patched.slot.activate(DenseForward(self.counters)):
+        forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
+        with self._patched.slot.activate(forward):
             yield
-        self.counters.add_forward(rows)
+        self.counters.add_forward(forward.num_rows)
 
     def _check_rows(
         self,
@@ -314,7 +334,7 @@ class UntrackedContext:
         yield
 
     @contextmanager
-    def prefill(self, rows: int) -> Iterator[None]:
+    def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
         """Nothing."""
         yield
 
