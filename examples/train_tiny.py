@@ -432,7 +432,7 @@ def main() -> None:
     """Parse the command line and train, or judge an exported checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
-    parser.add_argument("--steps", type=int, default=15_500, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--steps", type=int, default=17_000, help="optimizer steps; the schedule ends there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
