@@ -26,7 +26,7 @@ from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
 from epoch_moe.decoding.sampling import sample_tokens
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
-from epoch_moe.plan.context import DecodeContext, open_context
+from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
@@ -147,7 +147,7 @@ class _BlockLoop:
         self,
         base: nn.Module,
         head: nn.Module,
-        context: DecodeContext,
+        context: BlockPlanContext | UntrackedContext,
         canvas: Canvas,
         settings: BlockDiffusionSettings,
         use_cache: bool,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -89,52 +89,6 @@ class Patched(Protocol):
 
     def ensure_stacked(self) -> None:
         """Stack expert weights whose storage was replaced since the last use."""
-        ...
-
-
-class DecodeContext(Protocol):
-    """What a decoding loop drives; see `BlockPlanContext` for the meaning."""
-
-    lm_head_rows: LmHeadRows
-
-    @property
-    def counters(self) -> Counters | None:
-        """Work so far, where it is counted."""
-        ...
-
-    def block(
-        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
-    ) -> AbstractContextManager[None]:
-        """One block."""
-        ...
-
-    def iteration(
-        self,
-        ids_BS: Tensor,
-        *,
-        mask_id: int | None = None,
-        valid_BS: Tensor | None = None,
-        lead: int = 0,
-        live_BN: Tensor | None = None,
-        changed_BN: Tensor | None = None,
-    ) -> AbstractContextManager[None]:
-        """One forward."""
-        ...
-
-    def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> AbstractContextManager[None]:
-        """One forward outside of a block."""
-        ...
-
-    def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """After sampling."""
-        ...
-
-    def count_lm_head(self, rows: int) -> None:
-        """LM-head rows of a forward."""
-        ...
-
-    def count_attention(self, pairs: int) -> None:
-        """Query-key pairs of a forward."""
         ...
 
 
@@ -316,39 +270,39 @@ class BlockPlanContext:
 
 
 class UntrackedContext:
-    """The context of a model that is not patched: no plan, nothing counted."""
+    """The context of a model that is not patched: no plan, nothing counted. Its methods do nothing."""
 
     counters: Counters | None = None
     lm_head_rows: LmHeadRows = "live"
 
     @contextmanager
-    def block(
-        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
-    ) -> Iterator[None]:
-        """Nothing."""
+    def block(self, **kwargs: Any) -> Iterator[None]:
+        """See `BlockPlanContext.block`."""
         yield
 
     @contextmanager
     def iteration(self, ids_BS: Tensor, **kwargs: Any) -> Iterator[None]:
-        """Nothing."""
+        """See `BlockPlanContext.iteration`."""
         yield
 
     @contextmanager
     def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
-        """Nothing."""
+        """See `BlockPlanContext.prefill`."""
         yield
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """Nothing."""
+        """See `BlockPlanContext.end_iteration`."""
 
     def count_lm_head(self, rows: int) -> None:
-        """Nothing."""
+        """See `BlockPlanContext.count_lm_head`."""
 
     def count_attention(self, pairs: int) -> None:
-        """Nothing."""
+        """See `BlockPlanContext.count_attention`."""
 
 
-def open_context(model: Any, plan: EpochConfig | Literal["patched"] | None = "patched") -> DecodeContext:
+def open_context(
+    model: Any, plan: EpochConfig | Literal["patched"] | None = "patched"
+) -> BlockPlanContext | UntrackedContext:
     """The context for one decode on ``model``.
 
     Args:
