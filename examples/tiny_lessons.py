@@ -1,9 +1,9 @@
-"""The first four lessons of the tiny checkpoint's curriculum; the last one is `epoch_moe.problems` as it is.
+"""The first five lessons of the tiny checkpoint's curriculum; the last one is `epoch_moe.problems` as it is.
 
 Lesson 0 has larger numbers and longer answers than the problems that are judged, lesson 1 smaller numbers, and in
 lesson 2 stories no longer name their object at the end. These three repeat a result before the next step uses it, and
-have trades, which a model of this size does not learn to do reliably. Lesson 3 chains the steps, and differs from the
-last lesson in that it also spells out the operands of `work out` problems.
+have trades, which a model of this size does not learn to do reliably. Lesson 3 chains the steps, and differs from what
+is judged in that it also spells out the operands of `work out`. Lesson 4 has the judged kinds in more even shares.
 """
 
 from __future__ import annotations
@@ -132,11 +132,21 @@ _WORKED_MAKERS: dict[str, tuple[float, _Maker]] = {
 }
 
 
+_MIXED_MAKERS: dict[str, tuple[float, _Maker]] = {
+    "sum": (0.05, _final("sum")),
+    "chain": (0.50, _final("chain")),
+    "totals": (0.10, _final("totals")),
+    "story": (0.25, _final("story")),
+    "sort": (0.05, _final("sort")),
+    "reverse": (0.05, _final("reverse")),
+}
+
+
 def lesson_problems(n: int, seed: int, lesson: int) -> list[Problem]:
-    """`n` training problems of a lesson; lesson 4 is the training split of what is judged."""
-    if lesson == 4:
+    """`n` training problems of a lesson; lesson 5 is the training split of what is judged."""
+    if lesson == 5:
         return generate_problems(n, seed, split="train")
-    makers = _MAKERS if lesson < 3 else _WORKED_MAKERS
+    makers = (_MAKERS, _MAKERS, _MAKERS, _WORKED_MAKERS, _MIXED_MAKERS)[lesson]
     rng = random.Random(seed)
     kinds, weights = tuple(makers), [weight for weight, _ in makers.values()]
     problems: list[Problem] = []

@@ -101,12 +101,12 @@ def _reverse(rng: random.Random) -> tuple[str, str]:
 
 
 _MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
-    "sum": (0.05, _sum),
-    "chain": (0.50, _chain),
-    "totals": (0.10, _totals),
-    "story": (0.25, _story),
-    "sort": (0.05, _sort),
-    "reverse": (0.05, _reverse),
+    "sum": (0.02, _sum),
+    "chain": (0.80, _chain),
+    "totals": (0.02, _totals),
+    "story": (0.12, _story),
+    "sort": (0.02, _sort),
+    "reverse": (0.02, _reverse),
 }
 KINDS = tuple(_MAKERS)
 
