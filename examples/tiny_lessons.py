@@ -1,9 +1,10 @@
-"""The first five lessons of the tiny checkpoint's curriculum; the last one is `epoch_moe.problems` as it is.
+"""The lessons of the tiny checkpoint's curriculum. What is judged, `epoch_moe.problems`, is a part of the last one.
 
 Lesson 0 has larger numbers and longer answers than the problems that are judged, lesson 1 smaller numbers, and in
 lesson 2 stories no longer name their object at the end. These three repeat a result before the next step uses it, and
 have trades, which a model of this size does not learn to do reliably. Lesson 3 chains the steps, and differs from what
-is judged in that it also spells out the operands of `work out`. Lesson 4 has the judged kinds in more even shares.
+is judged in that it also spells out the operands of `work out`. Lesson 4 has the judged kinds in more even shares, and
+longer `work out` problems among them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from epoch_moe.problems import (
     Problem,
     _draw_terms,
     _worked,
-    generate_problems,
     is_held_out,
 )
+from epoch_moe.problems import _chain as _chain_of_results
 
 _Maker = Callable[[random.Random, int], tuple[str, str]]
 
@@ -134,7 +135,7 @@ _WORKED_MAKERS: dict[str, tuple[float, _Maker]] = {
 
 _MIXED_MAKERS: dict[str, tuple[float, _Maker]] = {
     "sum": (0.05, _final("sum")),
-    "chain": (0.50, _final("chain")),
+    "chain": (0.50, lambda rng, lesson: _chain_of_results(rng, most=10)),
     "totals": (0.10, _final("totals")),
     "story": (0.25, _final("story")),
     "sort": (0.05, _final("sort")),
@@ -143,9 +144,7 @@ _MIXED_MAKERS: dict[str, tuple[float, _Maker]] = {
 
 
 def lesson_problems(n: int, seed: int, lesson: int) -> list[Problem]:
-    """`n` training problems of a lesson; lesson 5 is the training split of what is judged."""
-    if lesson == 5:
-        return generate_problems(n, seed, split="train")
+    """`n` training problems of a lesson, 0 to 4."""
     makers = (_MAKERS, _MAKERS, _MAKERS, _WORKED_MAKERS, _MIXED_MAKERS)[lesson]
     rng = random.Random(seed)
     kinds, weights = tuple(makers), [weight for weight, _ in makers.values()]

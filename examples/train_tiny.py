@@ -432,7 +432,7 @@ def main() -> None:
     """Parse the command line and train, or judge an exported checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for state.pt and checkpoint/")
-    parser.add_argument("--steps", type=int, default=20_000, help="optimizer steps; the schedule ends there")
+    parser.add_argument("--steps", type=int, default=17_000, help="optimizer steps; the schedule ends there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from state.pt in --out")
     parser.add_argument("--eval", action="store_true", help="only judge the exported checkpoint")
@@ -446,8 +446,8 @@ def main() -> None:
         "--lessons",
         type=int,
         nargs="+",
-        default=(6, 11, 14, 19, 28),
-        help=f"chunks of {CHUNK} problems with which lessons 1 to 5 (see tiny_lessons.py) begin",
+        default=(6, 11, 14, 19),
+        help=f"chunks of {CHUNK} problems with which lessons 1 to 4 (see tiny_lessons.py) begin",
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-experts", type=int, default=1, help="1: Muon for the experts too; 0: AdamW")

@@ -29,7 +29,7 @@ class EpochConfig:
             layer for the whole batch).
         coverage_floor: a sequence's live rows fall back to natural routing, and the layer's support is compiled
             anew on the next forward, where the support holds less than this share of their natural weight. None =
-            ``coverage - 0.15``.
+            ``coverage - 0.05``.
         refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
             only the cold pass.
         backend: how routed experts are computed, see `epoch_moe.experts.grouped`.
@@ -109,7 +109,7 @@ class EpochConfig:
         """`coverage_floor` with its default filled in; 0 without a support."""
         if self.coverage is None:
             return 0.0
-        return max(0.0, self.coverage - 0.15) if self.coverage_floor is None else self.coverage_floor
+        return max(0.0, self.coverage - 0.05) if self.coverage_floor is None else self.coverage_floor
 
 
 def _is_int(value: Any) -> bool:

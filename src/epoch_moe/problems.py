@@ -68,9 +68,9 @@ def _sum(rng: random.Random) -> tuple[str, str]:
     return f"sum {first} {' '.join(map(str, rest))}:", f"{line} so {total}"
 
 
-def _chain(rng: random.Random) -> tuple[str, str]:
+def _chain(rng: random.Random, most: int = 7) -> tuple[str, str]:
     first = rng.randint(1, 9)
-    terms = _draw_terms(rng, first, rng.randint(6, 10), top=19)
+    terms = _draw_terms(rng, first, rng.randint(6, most), top=19)
     values = [first + sum(terms[:i]) for i in range(len(terms) + 1)]
     return f"work out {first}{''.join(f'{term:+d}' for term in terms)}:", " ".join(map(str, values))
 
@@ -102,9 +102,9 @@ def _reverse(rng: random.Random) -> tuple[str, str]:
 
 _MAKERS: dict[str, tuple[float, Callable[[random.Random], tuple[str, str]]]] = {
     "sum": (0.02, _sum),
-    "chain": (0.80, _chain),
+    "chain": (0.86, _chain),
     "totals": (0.02, _totals),
-    "story": (0.12, _story),
+    "story": (0.06, _story),
     "sort": (0.02, _sort),
     "reverse": (0.02, _reverse),
 }
