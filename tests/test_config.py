@@ -36,9 +36,9 @@ def test_it_is_frozen_hashable_and_replaced_with_checks() -> None:
 @pytest.mark.parametrize(
     ("changes", "floor"),
     [
-        ({}, 0.8),
+        ({}, 0.9),
         ({"coverage": None}, 0.0),
-        ({"coverage": 0.1}, 0.0),
+        ({"coverage": 0.04}, 0.0),
         ({"coverage": 0.9, "coverage_floor": 0.9}, 0.9),
         ({"coverage_floor": 0.0}, 0.0),
     ],
