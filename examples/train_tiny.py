@@ -68,7 +68,7 @@ def make_config(tokenizer: Tokenizer, args: argparse.Namespace) -> LLaDA2MoeConf
         rope_theta=10_000,
         rms_norm_eps=1e-6,
         initializer_range=0.02,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         use_cache=False,
         mask_token_id=tokenizer.token_to_id("<mask>"),

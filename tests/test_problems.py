@@ -90,10 +90,10 @@ def test_splits_are_disjoint() -> None:
 
 
 def test_lengths() -> None:
-    """Everything fits in three blocks; answers are long enough to need several forwards; prompts end inside a block."""
+    """Everything fits in three blocks; prompts end inside a block, and most answers go on into the next one."""
     tokens = re.compile(TOKEN_PATTERN)
     known = set(vocabulary())
-    answer_lengths, prompt_lengths = [], set()
+    answer_lengths, prompt_lengths, crossing = [], set(), 0
     for problem in SAMPLE:
         prompt, answer = tokens.findall(problem.prompt), tokens.findall(problem.answer)
         assert tokens.findall(problem.prompt + problem.answer) == prompt + answer, problem
@@ -101,7 +101,9 @@ def test_lengths() -> None:
         assert len(prompt) + len(answer) + 1 <= MAX_TOKENS, problem
         answer_lengths.append(len(answer))
         prompt_lengths.add(len(prompt))
-    assert sum(20 <= n <= 60 for n in answer_lengths) > 0.6 * len(answer_lengths)
+        crossing += (len(prompt) + len(answer)) // 32 > len(prompt) // 32
+    assert crossing > 0.8 * len(SAMPLE)
+    assert min(answer_lengths) >= 10 and sum(answer_lengths) / len(answer_lengths) > 16
     assert len(prompt_lengths) > 10 and len(known) == len(vocabulary()) <= 188
 
 

@@ -20,6 +20,7 @@ NAMES = [
     "__version__",
     "generate",
     "load_model",
+    "open_context",
     "patch",
     "patched",
     "register_auto_classes",

@@ -20,6 +20,7 @@ _HOMES = {
     "RouterSpec": "epoch_moe.routing",
     "generate": "epoch_moe.decoding",
     "load_model": "epoch_moe.models",
+    "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
     "register_auto_classes": "epoch_moe.models",
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from epoch_moe.decoding import generate
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patching import PatchReport, patch, patched, unpatch
-    from epoch_moe.plan.context import BlockPlanContext
+    from epoch_moe.plan.context import BlockPlanContext, open_context
     from epoch_moe.routing import RouterSpec
 
 

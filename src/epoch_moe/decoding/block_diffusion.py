@@ -62,7 +62,8 @@ def generate(
         model: a LLaDA2 model with its LM head, in eval mode; patched or not, this library's class or the released one.
         input_ids: prompts ``[B,P]`` or ``[P]``, or a list of prompts of different lengths.
         attention_mask: ``[B,P]``, 1 = real and 0 = padding, where `input_ids` is padded on the left or right.
-        gen_length: tokens to generate at most.
+        gen_length: tokens to generate at most. Below `steps` it lowers `steps` as well (see `minimal_topk`), as in the
+            released loop, and with them the tokens.
         block_length: positions of a block.
         steps: iterations per block at most; an iteration commits at least ``block_length / steps`` rows.
         threshold: every row whose token has a higher probability is committed.

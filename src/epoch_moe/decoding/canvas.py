@@ -39,6 +39,9 @@ def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> 
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a padded tensor: a list of prompts has no padding, leave it out")
         alone = len(input_ids) > 0 and isinstance(input_ids[0], int)
+        for number, row in enumerate(input_ids):
+            if isinstance(row, str):
+                raise TypeError(f"prompt {number} is the text {row[:40]!r}: expected token ids, tokenize it first")
         rows = [torch.as_tensor(row) for row in ([input_ids] if alone else input_ids)]  # type: ignore[list-item]
     else:
         hint = "; pass its 'input_ids' (and 'attention_mask')" if hasattr(input_ids, "keys") else ""
@@ -54,7 +57,10 @@ def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> 
                 "to generate from nothing"
             )
         if row.dim() != 1:
-            raise ValueError(f"prompt {number} has shape {tuple(row.shape)}: expected a list of 1-D prompts")
+            raise ValueError(
+                f"prompt {number} has shape {tuple(row.shape)}: expected a list of 1-D prompts; of a [1, P] tensor, "
+                "take [0]"
+            )
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             raise TypeError(f"prompt {number} has dtype {row.dtype}: expected whole-number token ids")
     return [row.long() for row in rows]

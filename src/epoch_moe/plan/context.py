@@ -105,7 +105,7 @@ class BlockPlanContext:
 
     Example::
 
-        context = BlockPlanContext(model._epoch_moe, EpochConfig())
+        context = open_context(model, EpochConfig())
         with context.block(batch=1, window=32):
             while undecoded:
                 with context.iteration(ids_BS, mask_id=mask_id):

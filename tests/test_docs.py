@@ -1,0 +1,35 @@
+"""The Python in README and docs runs as printed, and does what the text around it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from epoch_moe import generate, load_model, patched
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_block(page: str, number: int = 0) -> str:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[number]
+
+
+def test_readme_example(capsys):
+    exec(compile(python_block("README.md"), "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "patched 3 MoE layers" in out and "3+6=9+5=14+4=18+2=20 so 20" in out
+
+
+@pytest.mark.parametrize("text", ["work out 1+3+1+1+4+7-6:", "work out 2+3+9-9+8-3+3:"])
+def test_a_loop_of_one_s_own_gives_the_tokens_of_generate(text):
+    source = python_block("docs/plans.md").replace("work out 1+3+1+1+4+7-6:", text)
+    names: dict = {}
+    exec(compile(source, "docs/plans.md", "exec"), names)
+    model, _ = load_model("tiny-llada2")
+    prompt, ids = names["prompt"], names["ids"]
+    # One token per forward, the most confident one: the released schedule with a threshold that nothing exceeds.
+    with patched(model):
+        out = generate(model, prompt, gen_length=64 - prompt.shape[1], steps=32, threshold=1.0)
+    length = out.lengths[0]
+    assert torch.equal(out.sequences[0, :length], ids[0, prompt.shape[1] : prompt.shape[1] + length])
