@@ -65,6 +65,7 @@ def test_inspect(capsys, tmp_path):
         (["generate", "sum 1 2:", "--gen-length", "0"], "gen_length=0"),
         (["generate", "sum 1 2:", "--block-length", "0"], "block_length=0"),
         (["generate", ""], "empty"),
+        (["generate", "sum 1 2:", "--chat"], "has no chat template"),
         (["generate", "sum 1 2:", "--preset", "dense", "--coverage", "0.9"], "dense"),
     ],
 )

@@ -172,6 +172,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     plan = _plan(arguments)
     model, tokenizer = _load(arguments)
+    if arguments.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(f"the tokenizer of {arguments.model} has no chat template: leave out --chat")
     if arguments.chat:
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
         ids = ids["input_ids"] if hasattr(ids, "keys") else ids
