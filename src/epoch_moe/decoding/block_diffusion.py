@@ -61,7 +61,7 @@ def generate(
     Args:
         model: a LLaDA2 model with its LM head, in eval mode; patched or not, this library's class or the released one.
         input_ids: prompts ``[B,P]`` or ``[P]``, or a list of prompts of different lengths.
-        attention_mask: ``[B,P]``, 1 = real and 0 = padding; needed where `input_ids` is padded (left or right), as padding
+        attention_mask: ``[B,P]``, 1 = real and 0 = padding; needed where `input_ids` is padded (left or right): padding
             would be read as prompt without it.
         gen_length: tokens to generate at most. Below `steps` it lowers `steps` as well (see `minimal_topk`), as in the
             released loop, and with them the tokens.
