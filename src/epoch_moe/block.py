@@ -120,16 +120,21 @@ class EpochMoEBlock(nn.Module):
                 "a block plan is active and gradients are required: reused rows have none. Decode under "
                 "torch.no_grad(), or train without a plan"
             )
+        x_RH, routing = self._route(x_TH, forward, step)
+        y_RH = self._experts(x_RH, routing, forward)
+        assert step.state.cache_MH is not None
+        return restore(y_RH, step.rows, step.state.cache_MH)
+
+    def _route(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> tuple[Tensor, Routing]:
+        """The fresh rows, packed, and their experts inside the layer's support."""
         rows, support = step.rows, step.state.support
-        pools_TE = None
+        x_RH, pools_RE = pick(x_TH, rows), None
         if self.spec.router.kind == "block_pool":
             # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
             scores = self._scores(x_TH)
-            pools_TE = sequence_pools(scores.selection_TE, self.spec.router, rows.batch)
+            pools_RE = pick(sequence_pools(scores.selection_TE, self.spec.router, rows.batch), rows)
             scores = Scores(*(pick(t, rows) for t in (scores.logits_TE, scores.selection_TE, scores.combine_TE)))
-            x_RH, pools_RE = pick(x_TH, rows), pick(pools_TE, rows)
         else:
-            x_RH, pools_RE = pick(x_TH, rows), None
             scores = self._scores(x_RH)
         routing = route_fresh(
             scores,
@@ -141,14 +146,8 @@ class EpochMoEBlock(nn.Module):
             dtype=x_TH.dtype,
             pools_RE=pools_RE,
         )
-        if support.used_G is not None:
-            assert support.support_GE is not None and support.covered_R is not None and support.natural_R is not None
-            forward.counters.add_support(
-                self.index, support.support_GE, support.used_G, support.covered_R, support.natural_R, support.short_G
-            )
-        y_RH = self._experts(x_RH, routing, forward)
-        assert step.state.cache_MH is not None
-        return restore(y_RH, rows, step.state.cache_MH)
+        support.count(forward.counters, self.index)
+        return x_RH, routing
 
     def _dense(
         self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None

@@ -60,9 +60,8 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
     scores = router_scores(router_logits(x_RH, values(EXPERTS, HIDDEN), SPEC), values(EXPERTS).float(), SPEC)
     routing = route_fresh(scores, SPEC, rows, state, config, cold=False, dtype=x_RH.dtype)
     counters = Counters(1, [1])
-    assert state.support_GE is not None and state.used_G is not None
-    assert state.covered_R is not None and state.natural_R is not None
-    counters.add_support(0, state.support_GE, state.used_G, state.covered_R, state.natural_R, state.short_G)
+    assert state.used_G is not None
+    state.count(counters, 0)
     worklist = build_worklist(routing.ids_TK, EXPERTS)
     counters.add_layer(0, FRESH, worklist.counts_E)
     stacked = Stacked(values(EXPERTS, 2 * INNER, HIDDEN), values(EXPERTS, HIDDEN, INNER))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_support
+from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
 
@@ -38,6 +39,13 @@ class SupportState:
     used_G: Tensor | None = None
     covered_R: Tensor | None = None
     natural_R: Tensor | None = None
+
+    def count(self, counters: Counters, layer: int) -> None:
+        """Add what the last forward restricted, if anything."""
+        if self.used_G is None:
+            return
+        assert self.support_GE is not None and self.covered_R is not None and self.natural_R is not None
+        counters.add_support(layer, self.support_GE, self.used_G, self.covered_R, self.natural_R, self.short_G)
 
 
 def uses_support(spec: RouterSpec, config: EpochConfig) -> bool:
