@@ -240,6 +240,18 @@ def test_unpatch_refuses_what_was_wrapped_since(
     assert not is_patched(model)
 
 
+@pytest.mark.parametrize("where", ["gate", "experts.3", "experts.3.up_proj"])
+def test_hooks_that_would_stop_running_are_refused(model: LLaDA2MoeModelLM, want: Tensor, where: str) -> None:
+    block = moe_modules(model)[0]
+    handle = block.get_submodule(where).register_forward_hook(lambda module, args, out: None)
+    with pytest.raises(TypeError, match=rf"mlp cannot be patched: {where} has forward hooks"):
+        epoch_moe.patch(model)
+    assert not is_patched(model)
+    handle.remove()
+    epoch_moe.patch(model)
+    assert relative_error(logits(model), want) < 1e-5
+
+
 def test_unknown_models_are_refused_or_left_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(ValueError) as error:
