@@ -18,7 +18,6 @@ from epoch_moe.routing import (
     NO_EXPERT,
     RouterSpec,
     combine_weights,
-    pool_support,
     route,
     router_logits,
     router_scores,
@@ -269,25 +268,34 @@ def test_a_full_support_changes_nothing() -> None:
 
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 11])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_pools_are_per_block_and_sequence(seq_len: int, batch: int) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_pools_are_per_block_and_sequence(seq_len: int, batch: int, padded: bool) -> None:
     spec = RouterSpec(kind="block_pool", num_experts=10, top_k=2, expert_capacity=3, block_size=4)
     scores_BSE = torch.randn(batch, seq_len, 10)
-    pools = sequence_pools(scores_BSE.flatten(0, 1), spec, batch).view(batch, seq_len, 10)
-    for sequence in range(batch):
-        for start in range(0, seq_len, 4):
+    valid_BS = torch.ones(batch, seq_len, dtype=torch.bool)
+    starts = [0] * batch
+    if padded:
+        starts = [(5 * sequence + 1) % seq_len for sequence in range(batch)]
+        valid_BS = torch.arange(seq_len) >= torch.tensor(starts)[:, None]
+        scores_BSE[~valid_BS] = 50.0  # padding would win every pool
+    pools = sequence_pools(scores_BSE.flatten(0, 1), spec, batch, valid_BS if padded else None)
+    for sequence, first in enumerate(starts):
+        for start in range(first, seq_len, 4):
             best = scores_BSE[sequence, start : start + 4].amax(0).topk(3).indices.sort().values.tolist()
             for row in range(start, min(start + 4, seq_len)):
-                assert pools[sequence, row].nonzero().flatten().tolist() == best
+                assert pools.view(batch, seq_len, 10)[sequence, row].nonzero().flatten().tolist() == best
 
 
-def test_rows_that_do_not_vote() -> None:
+def test_rows_that_do_not_exist_do_not_vote() -> None:
     spec = RouterSpec(kind="block_pool", num_experts=6, top_k=1, expert_capacity=2, block_size=3)
-    scores_NSE = torch.zeros(1, 3, 6)
-    scores_NSE[0, 0, 1] = scores_NSE[0, 0, 2] = 1.0
-    scores_NSE[0, 1, 4] = 9.0
-    pool = pool_support(scores_NSE, spec, torch.tensor([[True, False, True]]))
-    assert pool[0].nonzero().flatten().tolist() == [1, 2]
-    assert pool_support(scores_NSE, spec)[0, 4]
+    scores_SE = torch.zeros(6, 6)
+    scores_SE[0, 1] = scores_SE[0, 2] = 1.0
+    scores_SE[1, 4] = 9.0  # a row in the middle, and the whole second sequence
+    scores_SE[3:, 5] = 9.0
+    valid_BS = torch.tensor([[True, False, True], [False, False, False]])
+    assert sequence_pools(scores_SE, spec, 2, valid_BS)[0].nonzero().flatten().tolist() == [1, 2]
+    assert sequence_pools(scores_SE, spec, 2)[0, 4]
+    assert sequence_pools(scores_SE[:0], spec, 2).shape == (0, 6)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

@@ -132,7 +132,8 @@ class EpochMoEBlock(nn.Module):
         if self.spec.router.kind == "block_pool":
             # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
             scores = self._scores(x_TH)
-            pools_RE = pick(sequence_pools(scores.selection_TE, self.spec.router, rows.batch), rows)
+            pools_TE = sequence_pools(scores.selection_TE, self.spec.router, rows.batch, forward.states.valid_BS)
+            pools_RE = pick(pools_TE, rows)
             scores = Scores(*(pick(t, rows) for t in (scores.logits_TE, scores.selection_TE, scores.combine_TE)))
         else:
             scores = self._scores(x_RH)
@@ -155,7 +156,8 @@ class EpochMoEBlock(nn.Module):
         """All rows, all experts: the model's own function, and its router output."""
         spec, (batch, seq_len, hidden) = self.spec.router, x_BSH.shape
         x_TH = x_BSH.reshape(-1, hidden)
-        routing, scores = route(x_TH, *self._gate(), spec, batch=batch)
+        valid_BS = None if forward is None else forward.valid_of(x_BSH)
+        routing, scores = route(x_TH, *self._gate(), spec, batch=batch, valid_BS=valid_BS)
         router = (
             scores.logits_TE.view(batch, seq_len, spec.num_experts),
             routing.ids_TK.view(batch, seq_len, spec.top_k),

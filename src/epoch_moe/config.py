@@ -19,7 +19,8 @@ class EpochConfig:
     Attributes:
         coverage: share of every row's natural routing weight that a layer's expert support must hold when it is
             compiled in a block's cold pass (ATLAS). None = all experts, no support; 1.0 = the union of the rows'
-            natural top-k.
+            natural top-k. LLaDA2.2's router brings its own pools of experts: there this and the other fields about
+            supports change nothing.
         candidate_factor: a row's candidates for the support are its best ``candidate_factor * K`` experts.
         on_miss: what a restricted row does with natural top-k experts outside the support: ``"reselect"`` its top-k
             inside the support, ``"drop"`` those pairs, or ``"expand"`` the support by them (lossless).

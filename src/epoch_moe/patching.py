@@ -79,6 +79,11 @@ class PatchState:
     blocks: dict[str, EpochMoEBlock]
     hooks: list[Any] = field(default_factory=list)
 
+    @property
+    def routing_block(self) -> int | None:
+        """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
+        return next((block.spec.router.block_size for block in self.blocks.values()), None)
+
     def ensure_stacked(self) -> None:
         """Stack expert weights whose storage was replaced since the last use."""
         for block in self.blocks.values():

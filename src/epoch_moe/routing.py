@@ -1,6 +1,7 @@
 """Routers of the LLaDA family: scores, selection inside a support, combine weights.
 
-Shape suffixes: T rows, E experts, K top-k, H hidden, G expert groups, N routing blocks.
+Shape suffixes: B sequences, S positions, T = B x S rows, E experts, K top-k, H hidden, G expert groups,
+N routing blocks of a sequence, C experts of a pool.
 
 One router is three steps, kept apart because a block plan needs the middle one alone:
 
@@ -162,35 +163,46 @@ def group_limited(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None
     return limited_TGg.view(num_rows, spec.num_experts)
 
 
-def pool_support(selection_NSE: Tensor, spec: RouterSpec, valid_NS: Tensor | None = None) -> Tensor:
-    """The block-pool router's own support (LLaDA2.2): bool ``[N,E]``.
+def pool_support(best_BNE: Tensor, spec: RouterSpec) -> Tensor:
+    """The block-pool router's own support (LLaDA2.2): bool ``[B,N,E]``, the ``expert_capacity`` best of each block.
 
     Args:
-        selection_NSE: selection scores of N routing blocks of at most ``block_size`` rows.
-        valid_NS: rows that vote; None means all.
+        best_BNE: the largest selection score that any row of a routing block gives to each expert.
     """
-    if valid_NS is not None:
-        selection_NSE = selection_NSE.masked_fill(~valid_NS.unsqueeze(-1), float("-inf"))
     assert spec.expert_capacity is not None
-    best_NC = selection_NSE.amax(dim=1).topk(spec.expert_capacity, dim=-1).indices
-    pool_NE = torch.zeros(best_NC.shape[0], spec.num_experts, dtype=torch.bool, device=best_NC.device)
-    return pool_NE.scatter_(1, best_NC, True)
+    best_BNC = best_BNE.topk(spec.expert_capacity, dim=-1).indices
+    return torch.zeros_like(best_BNE, dtype=torch.bool).scatter_(-1, best_BNC, True)
 
 
-def sequence_pools(selection_TE: Tensor, spec: RouterSpec, batch: int) -> Tensor:
-    """Per-row pools ``[T,E]`` for T = batch x S rows whose sequences start at a routing-block boundary.
+def sequence_pools(selection_TE: Tensor, spec: RouterSpec, batch: int, valid_BS: Tensor | None = None) -> Tensor:
+    """Per-row pools ``[T,E]`` for T = batch x S rows: those of a sequence that lie in one routing block share a pool.
 
-    A short last block forms a pool of its own; no block reaches into the next sequence.
+    Routing blocks are aligned to a sequence's own positions. Its first valid row must lie on a block boundary
+    (position 0 behind left padding, or the first row that is not in a K/V cache) and its rows must follow each other.
+    A short last block forms a pool of its own; no block reaches into another sequence.
+
+    Args:
+        selection_TE: fp32 selection scores.
+        batch: B.
+        valid_BS: rows that exist; the others do not vote, and what their own pool holds means nothing. None: all.
     """
     num_rows, num_experts = selection_TE.shape
     seq_len = num_rows // max(batch, 1)
     assert spec.block_size is not None
-    pad = -seq_len % spec.block_size
-    padded_BSE = F.pad(selection_TE.view(batch, seq_len, num_experts), (0, 0, 0, pad), value=float("-inf"))
-    blocks_NSE = padded_BSE.reshape(-1, spec.block_size, num_experts)
-    pool_NE = pool_support(blocks_NSE, spec)
-    per_row_BSE = pool_NE.repeat_interleave(spec.block_size, dim=0).view(batch, seq_len + pad, num_experts)
-    return per_row_BSE[:, :seq_len].reshape(num_rows, num_experts)
+    if num_rows == 0:
+        return torch.zeros_like(selection_TE, dtype=torch.bool)
+    voting_BSE = selection_TE.view(batch, seq_len, num_experts)
+    block_BS = torch.arange(seq_len, device=selection_TE.device).expand(batch, seq_len)
+    if valid_BS is not None:
+        voting_BSE = voting_BSE.masked_fill(~valid_BS.unsqueeze(-1), float("-inf"))
+        # Sequences have different padding, and the host does not know it: so routing blocks are indices, not a view.
+        block_BS = (block_BS - valid_BS.int().argmax(dim=1, keepdim=True)).clamp_min(0)
+    blocks = -(-seq_len // spec.block_size)
+    index_BSE = (block_BS // spec.block_size).unsqueeze(-1).expand_as(voting_BSE)
+    best_BNE = voting_BSE.new_full((batch, blocks, num_experts), float("-inf"))
+    best_BNE = best_BNE.scatter_reduce(1, index_BSE, voting_BSE, "amax")
+    pool_BNE = pool_support(best_BNE, spec)
+    return pool_BNE.gather(1, index_BSE).reshape(num_rows, num_experts)
 
 
 def select(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None = None) -> Tensor:
@@ -234,18 +246,20 @@ def route(
     *,
     batch: int = 1,
     support: Tensor | None = None,
+    valid_BS: Tensor | None = None,
 ) -> tuple[Routing, Scores]:
     """One whole routing pass: ``x_TH -> ids_TK, weights_TK`` and scores.
 
     Args:
-        batch: sequences that the T rows belong to. The block-pool kind forms its pools within them, from whole
-            sequences that start at a routing-block boundary.
+        batch: sequences that the T rows belong to. The block-pool kind forms its pools within them, see
+            `sequence_pools`.
         support: as in `select`; not for the block-pool kind, which brings its own.
+        valid_BS: bool ``[B,S]``, rows that vote in pools; None: all. Other kinds route every row for itself.
     """
     scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
     if spec.kind == "block_pool":
         if support is not None:
             raise ValueError("kind='block_pool' forms its own supports: expected support=None")
-        support = sequence_pools(scores.selection_TE, spec, batch)
+        support = sequence_pools(scores.selection_TE, spec, batch, valid_BS)
     ids_TK = select(scores.selection_TE, spec, support)
     return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores

@@ -57,6 +57,13 @@ class Inputs:
         b = slice(sequence, sequence + 1)
         return Inputs(self.ids_BS[b], self.valid_BS[b], self.lead, self.mask[b], self.positions)
 
+    def without_lead(self) -> Inputs:
+        """The window's rows alone: random leads have 3 or 4 rows, and LLaDA2.2's are whole routing blocks."""
+        c = self.lead
+        return Inputs(
+            self.ids_BS[:, c:], self.valid_BS[:, c:], 0, self.mask[:, :, c:, c:], self.positions[:, c:]
+        )
+
     def run(self, model: LLaDA2MoeModelLM, **kwargs: object) -> Tensor:
         out = model(self.ids_BS, attention_mask=self.mask, position_ids=self.positions, **kwargs)
         return out.logits
@@ -81,6 +88,9 @@ class Decode:
 
     def one(self, sequence: int) -> Decode:
         return Decode(1, self.prefix, self.block, self.constant, [f.one(sequence) for f in self.forwards])
+
+    def without_leads(self) -> Decode:
+        return Decode(self.batch, self.prefix, self.block, self.constant, [f.without_lead() for f in self.forwards])
 
 
 def _inputs(forward: Forward, prefix: int, constant: bool) -> Inputs:

@@ -34,8 +34,8 @@ def test_all_experts_and_a_refresh_every_time_is_dense(layout: str, seed: int) -
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("coverage", [None, 0.5])
 def test_the_block_pool_router_is_left_alone(seed: int, coverage: float | None) -> None:
-    # Whole routing blocks of 8; the lead is one of them, and no support is compiled.
-    decode = make_decode(seed, prefix=8, all_valid=True)
+    # No support is compiled, whatever `coverage` says.
+    decode = make_decode(seed, prefix=8, all_valid=True).without_leads()
     model = patched_model("llada2_2_routing")
     expected = dense(plain_model("llada2_2_routing"), decode)
     config = EpochConfig(coverage=coverage, refresh_interval=1)

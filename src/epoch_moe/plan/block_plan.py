@@ -179,6 +179,10 @@ class ForwardPlan:
         """Where work is counted."""
         return self.plan.counters
 
+    def valid_of(self, x_BSH: Tensor) -> Tensor | None:
+        """The rows ``[B,S]`` that exist, where they fit a layer's input, else None."""
+        return self.states.valid_BS if x_BSH.shape[:2] == self.ids_BS.shape else None
+
     def enter(self, layer: int, x_BSH: Tensor) -> LayerStep | None:
         """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason)."""
         state = self.plan.layers[layer]

@@ -28,6 +28,7 @@ class DenseForward:
 
     Attributes:
         counters: where.
+        valid_BS: bool, False for rows that do not exist; None = all True.
         valid_R: int64, the rows that exist, where some do not (padding, finished sequences): as under a plan, no
             expert computes the others. None = all.
         num_rows: valid rows.
@@ -37,12 +38,17 @@ class DenseForward:
         self.counters = counters
         self.wants_router = False
         self.shape = shape
+        self.valid_BS = valid_BS
         self.valid_R = None if valid_BS is None else valid_BS.reshape(-1).nonzero().squeeze(1)
         self.num_rows = shape.numel() if self.valid_R is None else self.valid_R.numel()
 
     def rows_of(self, x_BSH: Tensor) -> Tensor | None:
         """`valid_R` where it fits a layer's input, else None."""
         return self.valid_R if x_BSH.shape[:2] == self.shape else None
+
+    def valid_of(self, x_BSH: Tensor) -> Tensor | None:
+        """`valid_BS` where it fits a layer's input, else None."""
+        return self.valid_BS if x_BSH.shape[:2] == self.shape else None
 
 
 class PlanSlot:
@@ -82,6 +88,11 @@ class Patched(Protocol):
 
     slot: PlanSlot
     config: EpochConfig | None
+
+    @property
+    def routing_block(self) -> int | None:
+        """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
+        ...
 
     def bytes_per_expert(self) -> list[int]:
         """For each MoE layer."""
@@ -125,6 +136,13 @@ class BlockPlanContext:
         """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
         self.end_block()
         check_block(batch, window, prefix)
+        pool = self._patched.routing_block
+        if pool is not None and prefix_constant and prefix % pool:
+            raise ValueError(
+                f"prefix={prefix} with prefix_constant=True: this model's rows share a pool of experts in routing "
+                f"blocks of {pool}, so prefix rows that share one with the block change with it; use a prefix of whole "
+                "routing blocks, or prefix_constant=False"
+            )
         self._patched.ensure_stacked()
         self._open = True
         if self.config is not None:
@@ -171,7 +189,9 @@ class BlockPlanContext:
             ids_BS: int64, the forward's token ids: ``lead`` rows, then the window.
             mask_id: id of undecoded positions. Needed unless ``live_BN`` is given.
             valid_BS: bool, False for padding and for rows of finished sequences. Default: all True.
-            lead: C, rows whose K/V this forward writes for good; always fresh and unrestricted.
+            lead: C, rows whose K/V this forward writes for good; always fresh and unrestricted. Where rows share pools
+                of experts (LLaDA2.2), the rows that exist of each sequence must start at a routing block, and the lead
+                must be whole ones: the pool of a block that is partly in the K/V cache cannot be formed.
             live_BN: bool, rows whose logits can still change a decision, where that is not "MASK in the block".
             changed_BN: bool, rows whose cached output must not be used.
 
@@ -236,6 +256,12 @@ class BlockPlanContext:
             raise ValueError(f"ids_BS has shape {tuple(ids_BS.shape)}: expected [sequences, rows]")
         if lead < 0:
             raise ValueError(f"lead={lead}: expected a number of rows, at least 0")
+        pool = self._patched.routing_block
+        if pool is not None and lead % pool:
+            raise ValueError(
+                f"lead={lead}: this model's rows share a pool of experts in routing blocks of {pool}, so the lead must "
+                f"be whole routing blocks: use decode blocks whose length is a multiple of {pool}"
+            )
         if mask_id is None and live_BN is None:
             raise ValueError("pass mask_id, or live_BN for a decoder without a mask token")
         if self._plan is None:
