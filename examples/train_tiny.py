@@ -101,21 +101,20 @@ class RouterBalance:
 
 
 class FlatGradients:
-    """All gradients as views of one buffer, with the routers' counts behind them: one collective per step.
+    """All gradients as views of one buffer, with room for counts behind them: one collective per step.
 
     One worker per core with one thread each beats two threads in one process: most operations here are too short to be
     worth splitting, and a thread that loses its core to another program would hold up the other one hundreds of times a
     step.
     """
 
-    def __init__(self, params: list[nn.Parameter], balance: RouterBalance):
+    def __init__(self, params: list[nn.Parameter], counts: int = 0):
         sizes = [p.numel() for p in params]
-        self.buffer = torch.zeros(sum(sizes) + balance.counts_LE.numel())
-        *grads, counts = self.buffer.split([*sizes, balance.counts_LE.numel()])
+        self.buffer = torch.zeros(sum(sizes) + counts)
+        *grads, self.counts = self.buffer.split([*sizes, counts])
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.view_as(param)
         self.gradients = self.buffer[: sum(sizes)]
-        balance.counts_LE = counts.view_as(balance.counts_LE)
 
     def reduce_and_clip(self, workers: int, limit: float = 1.0) -> float:
         """Average over the workers, limit the norm, and return what it was."""
@@ -298,7 +297,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between hidden states (experts included), AdamW for embeddings, head, gates and norms."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    adam = [p for n, p in named if p.dim() < 2 or any(k in n for k in ("word_embeddings", "lm_head", "mlp.gate."))]
+    adam = [p for n, p in named if p.dim() < 2 or any(k in n for k in ("embed", "lm_head", "mlp.gate."))]
     muon = [p for _, p in named if all(p is not q for q in adam)]
     (muon if args.muon_experts else adam).extend(experts)
     return [
@@ -338,7 +337,9 @@ def train(rank: int, args: argparse.Namespace) -> None:
     experts = stack_for_training(model)
     optimizers = make_optimizers(model, experts, args)
     balance = RouterBalance(model, args.balance_rate)
-    gradients = FlatGradients([p for o in optimizers for g in o.param_groups for p in g["params"]], balance)
+    params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    gradients = FlatGradients(params, balance.counts_LE.numel())
+    balance.counts_LE = gradients.counts.view_as(balance.counts_LE)
     state_path = args.out / "state.pt"
     first_step, elapsed = 0, 0.0
     if args.resume and state_path.exists():

@@ -22,49 +22,49 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
     """
     checkpoint = read_checkpoint(path_or_id)
     config = checkpoint.config
+    sizes = config.sizes()
     odd = sorted(key for key, dtype in checkpoint.dtypes.items() if dtype not in _ITEM_BYTES)
     if odd:
         raise ValueError(
             f"{path_or_id} stores {len(odd)} tensors in dtypes that load_model does not take, such as {odd[0]} in "
             f"{checkpoint.dtypes[odd[0]]}: expected {', '.join(_ITEM_BYTES)}"
         )
-    sizes = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
-    expert_bytes = sum(size for key, size in sizes.items() if ".experts." in key)
+    stored = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
+    expert_bytes = sum(size for key, size in stored.items() if ".experts." in key)
     spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
-    moe_layers = range(config.first_k_dense_replace, config.num_hidden_layers)
     result: dict[str, Any] = {
         "checkpoint": str(path_or_id),
         "model_type": config.model_type,
         "architecture": checkpoint.lm_class.__name__,
         "sizes_from": "files" if checkpoint.stored else "config.json, as bf16",
         "parameters": sum(prod(shape) for shape in checkpoint.shapes.values()),
-        "bytes": sum(sizes.values()),
+        "bytes": sum(stored.values()),
         "expert_bytes": expert_bytes,
-        "tensors": len(sizes),
+        "tensors": len(stored),
         "stored_dtypes": dict(Counter(checkpoint.dtypes.values())),
-        "layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
+        "layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "vocab_size": sizes.vocab,
         "mask_token_id": config.mask_token_id,
         "eos_token_id": config.eos_token_id,
-        "moe_layers": 0 if spec is None else len(moe_layers),
+        "moe_layers": 0 if spec is None else len(sizes.moe_layers),
         "patch": [],
     }
     if spec is not None:
         router = spec.router
         result.update(
             family=spec.family,
-            patch=[f"model.layers.{layer}.mlp -> EpochMoEBlock({spec.family})" for layer in moe_layers],
+            patch=[f"model.layers.{layer}.mlp -> EpochMoEBlock({spec.family})" for layer in sizes.moe_layers],
             router={
                 name: value
                 for name, value in vars(router).items()
                 if value is not None and not (router.kind == "block_pool" and name in ("n_group", "topk_group"))
             },
-            expert_inner_size=config.moe_intermediate_size,
-            shared_expert=spec.shared is not None,
-            bytes_per_expert=expert_bytes // (len(moe_layers) * router.num_experts),
+            expert_inner_size=sizes.expert_inner,
+            shared_expert=sizes.shared_inner > 0,
+            bytes_per_expert=expert_bytes // (len(sizes.moe_layers) * router.num_experts),
             moved_bytes=expert_bytes,
-            peak_extra_bytes=2 * expert_bytes // (3 * len(moe_layers)),
+            peak_extra_bytes=2 * expert_bytes // (3 * len(sizes.moe_layers)),
         )
     return result
 

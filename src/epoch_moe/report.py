@@ -5,11 +5,11 @@ The FLOP formula (multiply-adds count as two, norms and activations not at all),
 * attention projections: ``forward_rows x layers x 2 H D (2 heads + 2 kv_heads)``
 * attention itself: ``attention_pairs x layers x 4 D heads``
 * dense MLP layers: ``forward_rows x dense_layers x 6 H I``
-* router: ``rows x 2 H E``; routed experts: ``pairs x 6 H F``; shared experts: ``dense_rows x 6 H F shared``
+* router: ``rows x 2 H E``; routed experts: ``pairs x 6 H F``; shared experts: ``dense_rows x 6 H G``
 * LM head: ``lm_head_rows x 2 H V``
 
-with H hidden size, D head dimension, I dense inner size, E experts, F expert inner size, V vocabulary; `rows`, `pairs`
-and so on are the fields of `epoch_moe.plan.counters.Work`.
+with H hidden size, D head dimension, I dense inner size, E experts, F and G inner sizes of a routed and of the shared
+expert, V vocabulary; `rows`, `pairs` and so on are the fields of `epoch_moe.plan.counters.Work`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.plan.counters import Work
 
 COUNTS = ("forwards", "rows", "pairs", "active_experts", "weight_bytes", "lm_head_rows", "flops")
@@ -27,22 +28,20 @@ def flops(config: Any, work: Work) -> int:
     """FLOPs of the whole model for ``work``, by the formula in this module's docstring.
 
     Args:
-        config: a LLaDA2 configuration.
+        config: a configuration of this package (`LLaDA2MoeConfig`, `LLaDAMoEConfig`).
         work: counters of a decode on a patched model.
     """
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    dense_layers = config.first_k_dense_replace
-    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    projections = 2 * hidden * head_dim * (2 * heads + 2 * kv_heads)
-    expert = 6 * hidden * config.moe_intermediate_size
+    sizes: ModelSizes = config.sizes()
+    hidden, layers = sizes.hidden, sizes.layers
+    projections = 2 * hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
     return (
         work.forward_rows * layers * projections
-        + work.attention_pairs * layers * 4 * head_dim * heads
-        + work.forward_rows * dense_layers * 6 * hidden * config.intermediate_size
-        + work.rows * 2 * hidden * config.num_experts
-        + work.pairs * expert
-        + work.dense_rows * expert * (config.num_shared_experts or 0)
-        + work.lm_head_rows * 2 * hidden * config.vocab_size
+        + work.attention_pairs * layers * 4 * sizes.head_dim * sizes.heads
+        + work.forward_rows * (layers - len(sizes.moe_layers)) * 6 * hidden * sizes.dense_inner
+        + work.rows * 2 * hidden * sizes.experts
+        + work.pairs * 6 * hidden * sizes.expert_inner
+        + work.dense_rows * 6 * hidden * sizes.shared_inner
+        + work.lm_head_rows * 2 * hidden * sizes.vocab
     )
 
 

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from epoch_moe.models import load_model
-from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM, attention_bias
+from epoch_moe.models.layers import attention_bias
+from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
 CACHE_FIELD = "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.families import llada2
+from epoch_moe.families import llada2, llada_moe
 
 Describe = Callable[[nn.Module], BlockSpec | None]
 
-FAMILIES: dict[str, Describe] = {"llada2": llada2.describe}
+FAMILIES: dict[str, Describe] = {"llada2": llada2.describe, "llada_moe": llada_moe.describe}
 """Name -> describe, in the order in which they are asked."""
 
-SHAPES: dict[str, str] = {"llada2": llada2.SHAPE}
+SHAPES: dict[str, str] = {"llada2": llada2.SHAPE, "llada_moe": llada_moe.SHAPE}
 """Name -> what the family looks for, in words, for error messages."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.routing import RouterSpec
 
 
@@ -172,6 +175,29 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
         own = inspect.signature(LLaDA2MoeConfig.__init__).parameters
         complete = {key: value for key, value in self.to_dict().items() if key in own}
         return super().to_diff_dict() | complete
+
+    def sizes(self) -> ModelSizes:
+        """Sizes under the names that all families share."""
+        return ModelSizes(
+            hidden=self.hidden_size,
+            vocab=self.vocab_size,
+            layers=self.num_hidden_layers,
+            moe_layers=tuple(range(self.first_k_dense_replace, self.num_hidden_layers)),
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            expert_inner=self.moe_intermediate_size,
+            shared_inner=self.moe_intermediate_size * (self.num_shared_experts or 0),
+            dense_inner=self.intermediate_size,
+        )
+
+    def with_layers(self, moe: Sequence[bool]) -> LLaDA2MoeConfig:
+        """A copy with these layers (MoE or not), dense ones first."""
+        other = copy.deepcopy(self)
+        other.num_hidden_layers, other.first_k_dense_replace = len(moe), len(moe) - sum(moe)
+        return other
 
     def router_spec(self) -> RouterSpec:
         """The routing that this configuration describes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from epoch_moe.models.checkpoint import TensorHeader, check_keys, read_config, read_headers
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
+from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Folder of the checkpoints that come with the package."""
 
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]] = {
     "llada2_moe": (LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM),
+    "lladamoe": (LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM),
+    "llada": (LLaDAConfig, LLaDAMoEModel, LLaDAMoEModelLM),
 }
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -124,7 +126,7 @@ class Checkpoint:
         dtypes: every tensor's safetensors dtype.
         stored: whether shapes and dtypes were read from files; False: they are what the configuration implies, in
             bf16 with an fp32 expert bias as released.
-        skeleton: the model on the meta device, cut off after its first MoE layer.
+        skeleton: the model on the meta device, with one layer of each kind.
     """
 
     config: PretrainedConfig
@@ -150,10 +152,10 @@ def read_checkpoint(
         _check_against_model(folder, headers, lm_class, config)
         shapes = {key: header.shape for key, header in headers.items()}
         dtypes = {key: header.dtype for key, header in headers.items()}
-        return Checkpoint(config, lm_class, shapes, dtypes, True, _skeleton(lm_class, config))
+        return Checkpoint(config, lm_class, shapes, dtypes, True, _skeleton(lm_class, config)[0])
     shapes = _expected_shapes(lm_class, config)
     dtypes = {key: "F32" if key.endswith("expert_bias") else "BF16" for key in shapes}
-    return Checkpoint(config, lm_class, shapes, dtypes, False, _skeleton(lm_class, config))
+    return Checkpoint(config, lm_class, shapes, dtypes, False, _skeleton(lm_class, config)[0])
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
@@ -264,31 +266,33 @@ def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype
     return _STORED_DTYPES[stored]
 
 
-def _skeleton(lm_class: Callable[..., Any], config: PretrainedConfig) -> nn.Module:
-    """The model on the meta device, with one MoE layer only.
+def _skeleton(lm_class: Callable[..., Any], config: Any) -> tuple[nn.Module, list[int]]:
+    """The model on the meta device with one layer of each kind, and for every layer the one that stands for it.
 
-    Building all of a released model's modules takes longer than all other checks together, and its MoE layers are
-    alike.
+    Building all of a released model's modules takes longer than all other checks together, and its layers of one kind
+    are alike.
     """
-    shallow = copy.deepcopy(config)
-    shallow.num_hidden_layers = min(config.num_hidden_layers, config.first_k_dense_replace + 1)
+    sizes = config.sizes()
+    is_moe = [layer in sizes.moe_layers for layer in range(sizes.layers)]
+    kinds = sorted(set(is_moe))
     with torch.device("meta"):
-        skeleton: nn.Module = lm_class(shallow)
-    return skeleton
+        skeleton: nn.Module = lm_class(config.with_layers(kinds))
+    return skeleton, [kinds.index(moe) for moe in is_moe]
 
 
 def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by state-dict key, from a skeleton whose MoE layer stands for all."""
-    skeleton = _skeleton(lm_class, config)
-    built = skeleton.config.num_hidden_layers  # type: ignore[union-attr]
-    shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
-    last = f"model.layers.{built - 1}."
-    for layer in range(built, config.num_hidden_layers):
-        shapes |= {
-            f"model.layers.{layer}.{key.removeprefix(last)}": shape
-            for key, shape in list(shapes.items())
-            if key.startswith(last)
-        }
+    """Shapes by state-dict key, from a skeleton whose layers stand for all."""
+    skeleton, stand_ins = _skeleton(lm_class, config)
+    built = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+    prefix = "model.layers."
+    shapes = {key: shape for key, shape in built.items() if not key.startswith(prefix)}
+    by_layer: dict[int, dict[str, tuple[int, ...]]] = {}
+    for key, shape in built.items():
+        if key.startswith(prefix):
+            number, rest = key.removeprefix(prefix).split(".", 1)
+            by_layer.setdefault(int(number), {})[rest] = shape
+    for layer, stand_in in enumerate(stand_ins):
+        shapes |= {f"{prefix}{layer}.{rest}": shape for rest, shape in by_layer[stand_in].items()}
     return shapes
 
 

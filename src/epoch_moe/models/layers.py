@@ -1,0 +1,205 @@
+"""Layers that the model families share: norm, rotary embedding, attention masks, attention, SwiGLU.
+
+Shape suffixes: B sequences, S positions, Q queries, K keys, D head dimension, R rotary dimension, N query heads, n key
+and value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class RMSNorm(nn.Module):
+    """RMS norm: statistics in fp32, product in the model's dtype."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x_fp32 * scale).to(x.dtype)
+
+
+def rope_tables(
+    position_ids_BS: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[B,S,rotary_dim]`` for absolute positions.
+
+    Computed from the configuration on every forward (a few microseconds) and not kept as a buffer: transformers 5
+    builds models on the meta device and leaves non-persistent buffers uninitialised (unsloth#4112).
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=position_ids_BS.device).float() / rotary_dim
+    inv_freq = 1.0 / (theta**exponents)
+    angles = position_ids_BS.unsqueeze(-1).float() * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
+    """Turn the first R dimensions of every head by the position's angles; pass the others."""
+    rotary_dim = cos_BSR.shape[-1]
+    cos, sin = cos_BSR.unsqueeze(1), sin_BSR.unsqueeze(1)
+    turned, passed = x_BNSD[..., :rotary_dim], x_BNSD[..., rotary_dim:]
+    first, second = turned.chunk(2, dim=-1)
+    rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, passed), dim=-1)
+
+
+def _padding_to_bool(mask_BK: Tensor, batch: int, key_len: int) -> Tensor | None:
+    """``[B,KV]`` with 1 = real and 0 = padding as bool ``[B,1,1,KV]``; None where nothing is padding."""
+    if tuple(mask_BK.shape) != (batch, key_len):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask_BK.shape)}: a 2-D mask must be [batch, keys] = "
+            f"[{batch}, {key_len}] (cached positions included)"
+        )
+    real_BK = mask_BK != 0
+    if mask_BK.device.type == "cpu":  # elsewhere reading a value would stall the device
+        odd = mask_BK[real_BK & (mask_BK != 1)]
+        if odd.numel():
+            raise ValueError(
+                f"attention_mask holds {odd[0].item()}: a 2-D mask has 1 (real) and 0 (padding) only; pass additive "
+                "masks as [batch, 1, queries, keys]"
+            )
+        if bool(real_BK.all()):
+            return None
+    return real_BK[:, None, None, :]
+
+
+def attention_bias(
+    attention_mask: Tensor | None,
+    batch: int,
+    query_len: int,
+    key_len: int,
+    dtype: torch.dtype,
+    num_heads: int | None = None,
+) -> Tensor | None:
+    """The additive attention mask ``[B|1, 1|N, Q, KV]`` that a caller's mask means, or None for no restriction.
+
+    A query that may attend to nothing (padding) attends to everything: its output is unused, and a softmax over
+    nothing would be NaN.
+
+    Args:
+        attention_mask: None (bidirectional); ``[B,KV]`` with 1 = real and 0 = padding (bidirectional among real
+            positions); 4-D bool, True = attend; 4-D float, additive (0 = attend, -inf = do not).
+        batch: B.
+        query_len: Q, positions of this forward.
+        key_len: KV, cached positions included.
+        dtype: of the result.
+        num_heads: N, to check the mask's second dimension against; None skips that check.
+
+    Raises:
+        ValueError: for another shape or dtype; on the CPU also for an additive mask with positive values, which is
+            a 0/1 mask by mistake (it would weaken attention, not forbid it).
+    """
+    if attention_mask is None:
+        return None
+    mask: Tensor | None = attention_mask
+    if attention_mask.dim() == 2:
+        mask = _padding_to_bool(attention_mask, batch, key_len)
+        if mask is None:
+            return None
+    assert mask is not None
+    heads = (1,) if num_heads is None else (1, num_heads)
+    if (
+        mask.dim() != 4
+        or mask.shape[0] not in (1, batch)
+        or (num_heads is not None and mask.shape[1] not in heads)
+        or mask.shape[2] not in (1, query_len)
+        or mask.shape[3] != key_len
+    ):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected None, [batch, keys] = "
+            f"[{batch}, {key_len}] or [batch or 1, heads or 1, queries or 1, keys] = "
+            f"[{batch}, {'heads' if num_heads is None else num_heads}, {query_len}, {key_len}] (keys include cached "
+            "positions)"
+        )
+    if mask.dtype == torch.bool:
+        mask = mask | ~mask.any(dim=-1, keepdim=True)
+        zero = torch.zeros((), dtype=dtype, device=mask.device)
+        return torch.where(mask, zero, float("-inf")).expand(-1, -1, query_len, -1)
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask has dtype {mask.dtype}: a 4-D mask must be bool (True = attend) or additive float; use "
+            "mask.bool() for a 0/1 mask"
+        )
+    if mask.device.type == "cpu" and mask.numel() and float(mask.max()) > 0:
+        raise ValueError(
+            f"attention_mask holds {float(mask.max())}: an additive 4-D mask has values of at most 0 (0 = attend, "
+            "-inf = do not); use mask.bool() for a 0/1 mask"
+        )
+    mask = mask.to(dtype)
+    mask = mask.masked_fill((mask == float("-inf")).all(dim=-1, keepdim=True), 0.0)
+    return mask.expand(-1, -1, query_len, -1)
+
+
+class SwiGLU(nn.Module):
+    """A dense layer's MLP, an expert, or the shared expert."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = ACT2FN[hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``down(silu(gate(x)) * up(x))``."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention with returned weights: ``[B,N,Q,D] -> [B,Q,N,D]``, ``[B,N,Q,KV]``."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def attend(
+    module: nn.Module,
+    config: PretrainedConfig,
+    query_BNQD: Tensor,
+    key_BnKD: Tensor,
+    value_BnKD: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention by the implementation that the configuration names: ``[B,Q,N,D]``, and eager attention's weights."""
+    implementation = eager_attention
+    # transformers' sdpa cannot reshape 0 sequences.
+    if config._attn_implementation != "eager" and query_BNQD.numel():
+        implementation = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    return implementation(
+        module,
+        query_BNQD,
+        key_BnKD,
+        value_BnKD,
+        attention_mask,
+        dropout=config.attention_dropout if module.training else 0.0,
+        scaling=query_BNQD.shape[-1] ** -0.5,
+        **kwargs,
+    )
