@@ -67,6 +67,7 @@ def test_the_floor_has_a_default(changes: dict[str, float], floor: float) -> Non
         ("refresh_interval", 0),
         ("refresh_interval", 2.5),
         ("refresh_interval", True),
+        ("future_rows", "asleep"),
         ("backend", "cuda"),
         ("backend", None),
     ],

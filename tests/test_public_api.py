@@ -46,14 +46,14 @@ def test_signatures_are_these() -> None:
     assert parameters(epoch_moe.patched) == ["model", "config", "strict"]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
-        "self", "batch", "window", "prefix", "prefix_constant",
+        "self", "batch", "window", "prefix", "prefix_constant", "future",
     ]
     assert parameters(epoch_moe.BlockPlanContext.iteration) == [
         "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN",
     ]
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
-        "refresh_interval", "backend",
+        "refresh_interval", "future_rows", "backend",
     ]
 
 

@@ -10,6 +10,7 @@ from epoch_moe.experts.grouped import BACKENDS, Backend
 
 OnMiss = Literal["reselect", "drop", "expand"]
 SupportScope = Literal["sequence", "batch"]
+FutureRows = Literal["fresh", "dormant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class EpochConfig:
             ``coverage - 0.05``.
         refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
             only the cold pass.
+        future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
+            go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
         backend: how routed experts are computed, see `epoch_moe.experts.grouped`.
     """
 
@@ -43,6 +46,7 @@ class EpochConfig:
     support_scope: SupportScope = "sequence"
     coverage_floor: float | None = None
     refresh_interval: int | None = 5
+    future_rows: FutureRows = "fresh"
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class EpochConfig:
             self.refresh_interval is None or (_is_int(self.refresh_interval) and self.refresh_interval >= 1),
             "None (never) or an integer >= 1",
         )
+        check("future_rows", self.future_rows in ("fresh", "dormant"), "'fresh' or 'dormant'")
         check("backend", self.backend in BACKENDS, " or ".join(map(repr, BACKENDS)))
 
     @classmethod

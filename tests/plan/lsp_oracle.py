@@ -30,6 +30,8 @@ class Oracle:
     constant: bool
     interval: int | None
     restrict_new: bool
+    future: int = 0
+    dormant: bool = False
     number: int = 0
     held: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -47,13 +49,14 @@ class Oracle:
                     want.fresh.add((b, s))
                     continue
                 token = ids[b][s]
-                in_block = n >= self.prefix
+                in_block = self.prefix <= n < self.window - self.future
+                awake = n >= self.window - self.future and not self.dormant
                 live = token == MASK and in_block
                 held = self.held.get((b, n)) == token
                 full = cold or (refresh and not (self.constant and n < self.prefix))
-                if full or live or not held:
+                if full or live or awake or not held:
                     want.fresh.add((b, s))
-                    if not live:
+                    if not live and not awake:
                         want.stored.add((b, s))
                     if not cold and (live or (self.restrict_new and in_block)):
                         want.restricted.add((b, s))
@@ -63,6 +66,10 @@ class Oracle:
                         want.voting.add((b, s))
                 else:
                     want.reused.add((b, s))
+        for b in range(self.batch):
+            for n in range(self.window - self.future, self.window):
+                if not self.dormant:
+                    self.held.pop((b, n), None)
         for b, s in want.stored:
             self.held[b, s - lead] = ids[b][s]
         for b, s in want.voting:
@@ -80,19 +87,21 @@ class Forward:
     valid: list[list[bool]]
 
 
-def random_decode(rng: random.Random, batch: int, prefix: int, block: int, forwards: int, edits: bool) -> list[Forward]:
+def random_decode(
+    rng: random.Random, batch: int, prefix: int, block: int, forwards: int, edits: bool, future: int = 0
+) -> list[Forward]:
     """Commits in random order, several at a time; with `edits`, decoded rows change or become MASK again.
 
     The first rows of a block may hold prompt tokens; finished sequences and padding are invalid; some forwards carry
-    lead rows.
+    lead rows. Rows behind the block are MASK but for a few, as where somebody fills in a canvas.
     """
-    window = prefix + block
+    window, end = prefix + block + future, prefix + block
     rows = [[rng.randrange(20) for _ in range(window)] for _ in range(batch)]
     done_at = [rng.choice([forwards, forwards, rng.randrange(1, forwards + 1)]) for _ in range(batch)]
     pad = [rng.choice([0, 0, rng.randrange(prefix + 1)]) for _ in range(batch)]
     for b in range(batch):
         for n in range(prefix + rng.choice([0, 0, block // 3]), window):
-            rows[b][n] = MASK
+            rows[b][n] = MASK if n < end or rng.random() < 0.9 else rng.randrange(20)
     out = []
     for number in range(forwards):
         lead = rng.choice([0, 0, 3]) if number else rng.choice([0, 4])
@@ -106,7 +115,7 @@ def random_decode(rng: random.Random, batch: int, prefix: int, block: int, forwa
             )
         )
         for b in range(batch):
-            for n in range(prefix, window):
+            for n in range(prefix, window if edits else end):
                 if rows[b][n] == MASK:
                     if rng.random() < 0.3:
                         rows[b][n] = rng.randrange(20)

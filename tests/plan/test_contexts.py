@@ -286,7 +286,9 @@ def test_bad_iterations_quote_the_values(
     [
         ({"batch": 0, "window": 4}, ["batch=0"]),
         ({"batch": 1, "window": 0}, ["window=0"]),
-        ({"batch": 1, "window": 4, "prefix": 4}, ["prefix=4", "0..3"]),
+        ({"batch": 1, "window": 4, "prefix": 4}, ["prefix=4", "window=4"]),
+            ({"batch": 1, "window": 4, "prefix": 1, "future": 3}, ["prefix=1", "future=3", "window=4"]),
+            ({"batch": 1, "window": 4, "future": -1}, ["future=-1"]),
         ({"batch": 1, "window": 4, "prefix": -1}, ["prefix=-1"]),
     ],
 )

@@ -21,7 +21,12 @@ CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def open_plan(oracle: Oracle) -> BlockPlan:
-    config = EpochConfig(coverage=None, refresh_interval=oracle.interval, restrict_new=oracle.restrict_new)
+    config = EpochConfig(
+        coverage=None,
+        refresh_interval=oracle.interval,
+        restrict_new=oracle.restrict_new,
+        future_rows="dormant" if oracle.dormant else "fresh",
+    )
     return BlockPlan(
         config,
         1,
@@ -29,6 +34,7 @@ def open_plan(oracle: Oracle) -> BlockPlan:
         window=oracle.window,
         prefix=oracle.prefix,
         prefix_constant=oracle.constant,
+        future=oracle.future,
         counters=Counters(1, [1]),
     )
 
@@ -37,16 +43,19 @@ def open_plan(oracle: Oracle) -> BlockPlan:
 def decodes(draw: st.DrawFn) -> tuple[Oracle, list[Forward]]:
     rng = random.Random(draw(st.integers(0, 2**31)))
     batch, prefix, block = draw(st.integers(1, 3)), draw(st.sampled_from([0, 0, 5])), draw(st.integers(1, 8))
+    future = draw(st.sampled_from([0, 0, 4]))
     oracle = Oracle(
         batch,
-        prefix + block,
+        prefix + block + future,
         prefix,
         constant=draw(st.booleans()),
         interval=draw(st.sampled_from([1, 2, 3, 5, None])),
         restrict_new=draw(st.booleans()),
+        future=future,
+        dormant=draw(st.booleans()),
     )
     edits = draw(st.booleans())
-    forwards = random_decode(rng, batch, prefix, block, draw(st.integers(1, 12)), edits)
+    forwards = random_decode(rng, batch, prefix, block, draw(st.integers(1, 12)), edits, future)
     if oracle.constant:  # constant prefix rows do not change
         for forward in forwards:
             for b in range(batch):
@@ -132,7 +141,7 @@ def test_a_restored_row_was_computed_for_this_token_in_this_place(decode: tuple[
             else:
                 assert when == computed[int(b), int(n)]
                 assert number - when < (oracle.interval or 10**9) or n < oracle.prefix
-                assert token != MASK
+                assert token != MASK or n >= oracle.window - oracle.future
             computed[int(b), int(n)] = int(when)
         plan.complete(step)  # type: ignore[arg-type]
 

@@ -49,12 +49,14 @@ class LayerStep:
     cold: bool
 
 
-def check_block(batch: int, window: int, prefix: int) -> None:
+def check_block(batch: int, window: int, prefix: int, future: int) -> None:
     """Refuse a block that cannot be, quoting the values."""
     if batch < 1 or window < 1:
         raise ValueError(f"a block needs batch >= 1 and window >= 1, got batch={batch}, window={window}")
-    if not 0 <= prefix < window:
-        raise ValueError(f"prefix={prefix} must lie in 0..{window - 1} (window={window} ends with the block)")
+    if prefix < 0 or future < 0 or prefix + future >= window:
+        raise ValueError(
+            f"prefix={prefix} and future={future} must be at least 0 and leave rows of the window={window} to the block"
+        )
 
 
 class BlockPlan:
@@ -66,6 +68,7 @@ class BlockPlan:
         batch: B.
         window: N, rows per sequence that have state.
         prefix: how many of them lie before the current block.
+        future: how many lie behind it (later blocks of a fixed canvas).
         prefix_constant: prefix rows cannot change within the block.
         counters: where work is counted.
     """
@@ -79,11 +82,13 @@ class BlockPlan:
         window: int,
         prefix: int,
         prefix_constant: bool,
+        future: int = 0,
         counters: Counters,
     ):
-        check_block(batch, window, prefix)
+        check_block(batch, window, prefix, future)
         self.config, self.counters = config, counters
-        self.batch, self.window, self.prefix, self.prefix_constant = batch, window, prefix, prefix_constant
+        self.batch, self.window, self.prefix, self.future = batch, window, prefix, future
+        self.prefix_constant = prefix_constant
         self.layers = [LayerState() for _ in range(num_layers)]
         self.forwards = 0
         self._stamps_BN: Tensor | None = None
@@ -108,7 +113,9 @@ class BlockPlan:
             self._stamps_BN,
             lead,
             self.prefix,
+            self.future,
             self.prefix_constant,
+            self.config.future_rows == "dormant",
             mask_id,
             valid_BS,
             live_BN,
@@ -140,7 +147,7 @@ class BlockPlan:
         # An entry that this forward could not have used (edited, masked again, live, declared changed, of a row that
         # was not there) is lost for good: the row may come back with its old token.
         states = forward.states
-        kept_BN = states.cached_BN & ~states.live_BN & states.valid_BS[:, forward.lead :]
+        kept_BN = states.cached_BN & ~states.live_BN & ~states.awake_BN & states.valid_BS[:, forward.lead :]
         stamps_M.masked_fill_(~kept_BN.reshape(-1), NO_TOKEN)
         stamps_M[rows.store_dst] = tokens_T[rows.fresh_R[rows.store_src]]
         self.forwards += 1
@@ -166,6 +173,7 @@ class ForwardPlan:
             refresh=refresh,
             lead=self.lead,
             prefix=self.plan.prefix,
+            future=self.plan.future,
             restrict_new=self.plan.config.restrict_new,
         )
 

@@ -132,10 +132,12 @@ class BlockPlanContext:
         self._plan: BlockPlan | None = None
         self._open = False
 
-    def begin_block(self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False) -> None:
+    def begin_block(
+        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
+    ) -> None:
         """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
         self.end_block()
-        check_block(batch, window, prefix)
+        check_block(batch, window, prefix, future)
         pool = self._patched.routing_block
         if pool is not None and prefix_constant and prefix % pool:
             raise ValueError(
@@ -153,6 +155,7 @@ class BlockPlanContext:
                 window=window,
                 prefix=prefix,
                 prefix_constant=prefix_constant,
+                future=future,
                 counters=self.counters,
             )
 
@@ -163,10 +166,10 @@ class BlockPlanContext:
 
     @contextmanager
     def block(
-        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False
+        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
     ) -> Iterator[None]:
         """`begin_block` and `end_block` around a block, also when it ends by an exception."""
-        self.begin_block(batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant)
+        self.begin_block(batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant, future=future)
         try:
             yield
         finally:

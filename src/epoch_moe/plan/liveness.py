@@ -4,8 +4,8 @@ Shape suffixes: B sequences, S rows per sequence in this forward, C lead rows, N
 R fresh rows.
 
 A forward's rows are the *lead* (blocks whose K/V this forward writes for good: prompt blocks, or the block that has
-just been finished) followed by the *window*, whose rows have state. The window ends with the current block; on a full
-window without K/V cache the earlier blocks lie before it as *prefix* rows.
+just been finished) followed by the *window*, whose rows have state. On a full window without K/V cache the earlier
+blocks lie before the current one as *prefix* rows, and on a fixed canvas the later ones behind it as *future* rows.
 """
 
 from __future__ import annotations
@@ -71,12 +71,14 @@ class RowStates:
         live_BN: rows whose logits can still change a decode decision.
         cached_BN: rows whose cache entry was computed for their present token.
         constant_BN: prefix rows that cannot change within the block (block-causal mask).
+        awake_BN: future rows that go through the experts on every forward; no output of theirs is kept.
     """
 
     valid_BS: Tensor
     live_BN: Tensor
     cached_BN: Tensor
     constant_BN: Tensor
+    awake_BN: Tensor
 
 
 def classify(
@@ -84,7 +86,9 @@ def classify(
     stamps_BN: Tensor,
     lead: int,
     prefix: int,
+    future: int,
     prefix_constant: bool,
+    future_dormant: bool,
     mask_id: int | None,
     valid_BS: Tensor | None,
     live_BN: Tensor | None,
@@ -97,7 +101,9 @@ def classify(
         stamps_BN: token that each cache entry was computed for; `NO_TOKEN` where there is none.
         lead: C.
         prefix: how many of the window's first rows lie before the current block.
+        future: how many of its last rows lie behind it.
         prefix_constant: whether the forward's mask keeps prefix rows from seeing the current block.
+        future_dormant: future rows are cached and reused like stable ones.
         mask_id: id of undecoded positions; needed unless ``live_BN`` is given.
         valid_BS: default: all rows.
         live_BN: overrides "MASK in the current block".
@@ -109,6 +115,7 @@ def classify(
         assert mask_id is not None
         live_BN = window_BN.eq(mask_id)
         live_BN[:, :prefix] = False
+        live_BN[:, live_BN.shape[1] - future :] = False
     live_BN = live_BN & valid_BS[:, lead:]
     # An id below zero (some callers pad with -1) is no token that an entry could have been computed for.
     cached_BN = (stamps_BN == window_BN) & (stamps_BN != NO_TOKEN)
@@ -116,11 +123,13 @@ def classify(
         cached_BN = cached_BN & ~changed_BN
     constant_BN = torch.zeros_like(cached_BN)
     constant_BN[:, :prefix] = prefix_constant
-    return RowStates(valid_BS, live_BN, cached_BN, constant_BN)
+    awake_BN = torch.zeros_like(cached_BN)
+    awake_BN[:, awake_BN.shape[1] - future :] = not future_dormant
+    return RowStates(valid_BS, live_BN, cached_BN, constant_BN, awake_BN)
 
 
 def plan_rows(
-    states: RowStates, *, refresh: bool, cold: bool, lead: int, prefix: int, restrict_new: bool
+    states: RowStates, *, refresh: bool, cold: bool, lead: int, prefix: int, future: int, restrict_new: bool
 ) -> RowPlan:
     """Turn row classes into the index lists that every layer of this forward uses.
 
@@ -128,13 +137,13 @@ def plan_rows(
         refresh: recompute all rows but constant prefix rows.
         cold: the block's first forward: nothing is reused or restricted.
         lead: C.
-        prefix: window rows before the current block.
+        prefix, future: window rows before and behind the current block.
         restrict_new: restrict the block's decoded rows too.
     """
     valid_BS, live_BN = states.valid_BS, states.live_BN
     batch, seq_len = valid_BS.shape
     window = seq_len - lead
-    reusable_BN = states.cached_BN & ~live_BN
+    reusable_BN = states.cached_BN & ~live_BN & ~states.awake_BN
     if cold:
         reusable_BN = torch.zeros_like(reusable_BN)
     elif refresh:
@@ -152,15 +161,15 @@ def plan_rows(
     sequence_R, position_R = fresh_R // seq_len, fresh_R % seq_len
     live_R = live_BS.view(-1)[fresh_R]
     window_R = position_R >= lead
-    stored_R = window_R & ~live_R
+    stored_R = window_R & ~live_R & ~whole(states.awake_BN).view(-1)[fresh_R]
     new_R = stored_R & ~whole(states.cached_BN).view(-1)[fresh_R]
-    # The support speaks for the block's rows: prefix rows that are recomputed route freely under either setting.
-    block_R = position_R >= lead + prefix
+    # The support speaks for the block's rows: prefix and future rows route freely under either setting.
+    block_R = (position_R >= lead + prefix) & (position_R < seq_len - future)
     restricted_R = torch.zeros_like(live_R) if cold else (block_R if restrict_new else live_R)
     reuse_T = reuse_BS.view(-1).nonzero().squeeze(1)
     store_src = stored_R.nonzero().squeeze(1)
     vote_src = (live_R & block_R).nonzero().squeeze(1)
-    block_len = window - prefix
+    block_len = window - prefix - future
     num_rows = int(valid_BS.sum())
     return RowPlan(
         batch=batch,
