@@ -214,7 +214,7 @@ def _replace_layer(model: LLaDA2MoeModelLM) -> None:
 
 def _replace_forward(model: LLaDA2MoeModelLM) -> None:
     block = model.model.layers[2].mlp
-    block.forward = type(block).forward.__get__(block)
+    block.forward = types.MethodType(lambda self, x: type(self).forward(self, x), block)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,16 @@ def _int8(block: nn.Module) -> None:
 
 
 def _forward(block: nn.Module) -> None:
-    block.forward = type(block).forward.__get__(block)
+    block.forward = types.MethodType(lambda self, x: type(self).forward(self, x), block)
+
+
+def _gate_forward(block: nn.Module) -> None:
+    block.gate.forward = types.MethodType(lambda self, x: type(self).forward(self, x), block.gate)
+
+
+def _expert_forward(block: nn.Module) -> None:
+    expert = block.experts[3]  # type: ignore[union-attr, index]
+    expert.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), expert)
 
 
 def _gelu(block: nn.Module) -> None:
@@ -335,10 +344,6 @@ def _half_of_them(block: nn.Module) -> None:
     block.experts[3].half()  # type: ignore[union-attr, index, operator]
 
 
-def _hf_hook(block: nn.Module) -> None:
-    block._hf_hook = object()
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -348,12 +353,13 @@ def _hf_hook(block: nn.Module) -> None:
         (_replaced(lambda old: nn.Linear(64, 33, bias=False)), r"experts\[5\]\.up_proj.* \(33, 64\)"),
         (_replaced(lambda old: nn.Linear(64, 32)), r"experts\[5\]\.up_proj has a bias"),
         (_int8, r"experts\[5\]\.up_proj.weight has dtype torch.int8"),
-        (_hooked_forward, r"experts\[5\]\.up_proj is Linear, not nn.Linear with its own forward"),
+        (_hooked_forward, r"experts\.5\.up_proj\.forward was replaced by <function"),
+        (_expert_forward, r"experts\.3\.forward was replaced by <bound"),
+        (_gate_forward, r"gate\.forward was replaced by <bound"),
         (_meta, "meta device"),
         (_half_of_them, r"experts\[3\].*torch.float16"),
-        (_forward, "forward was replaced by"),
-        (_gelu, r"experts\[0\]\.act_fn is GELU"),
-        (_hf_hook, "accelerate"),
+        (_forward, "its forward was replaced by"),
+        (_gelu, r"the experts' act_fn is GELU"),
     ],
 )
 def test_experts_that_cannot_be_stacked_are_refused_by_name(

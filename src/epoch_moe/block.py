@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
+from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.local import pick, restore
 from epoch_moe.freshlane.worklist import build_worklist
@@ -42,7 +43,8 @@ class BlockSpec:
         router: what the layer's router computes.
         gate_weight: attribute path of the router weight ``[E,H]``.
         gate_bias: attribute path of the expert bias ``[E]``, or None.
-        experts: attribute of the experts' ModuleList.
+        experts: attribute of the experts' module; unused where they are fused.
+        layout: how the experts' parameters are held, see `epoch_moe.experts.layouts`.
         shared: attribute of the shared expert inside the block, or None.
         returns_router: the block returns ``(out, (router_logits, topk_ids))`` rather than ``out``.
     """
@@ -52,6 +54,7 @@ class BlockSpec:
     gate_weight: str
     gate_bias: str | None
     experts: str = "experts"
+    layout: LayoutName = "per_expert"
     shared: str | None = None
     returns_router: bool = False
 
@@ -77,10 +80,12 @@ class EpochMoEBlock(nn.Module):
             self.__dict__[name] = original.__dict__[name]
         self.spec, self.slot, self.index, self.backend = spec, slot, index, backend
         self._original = (original,)  # in a tuple, so that it is not registered as a child
+        experts = original if spec.layout == "fused" else getattr(original, spec.experts)
         # A block of our own model classes has stacked its experts already: share that storage.
         existing = original.__dict__.get("_weights")
-        experts = getattr(original, spec.experts)
-        self.weights = existing if isinstance(existing, ExpertWeights) else ExpertWeights(experts)
+        if not isinstance(existing, ExpertWeights) or existing.experts is not experts:
+            existing = ExpertWeights(experts, spec.layout)
+        self.weights: ExpertWeights = existing
 
     @property
     def original(self) -> nn.Module:

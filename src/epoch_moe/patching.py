@@ -5,20 +5,20 @@ Nothing is patched at import, no class is changed, and nothing is global: a patc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import pick_backend
-from epoch_moe.experts.weights import PROJECTIONS, ExpertWeights, Stacked
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.plan.context import PlanSlot
 
 ATTRIBUTE = "_epoch_moe"
@@ -72,12 +72,14 @@ class PatchState:
         config: the plan that `epoch_moe.generate` uses by default.
         blocks: module path -> block.
         hooks: handles to remove on `unpatch`.
+        device_hooks: module path -> accelerate hook that the block took over from the original.
     """
 
     slot: PlanSlot
     config: EpochConfig | None
     blocks: dict[str, EpochMoEBlock]
     hooks: list[Any] = field(default_factory=list)
+    device_hooks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def routing_block(self) -> int | None:
@@ -107,6 +109,17 @@ class _RouterRequest:
         active = self.slot.active
         if active is not None:
             active.wants_router = bool(asked)
+
+
+class _ReleaseAfterLoad:
+    """`load_state_dict(assign=True)` replaces parameters: their old storage must not live on beside the new one."""
+
+    def __init__(self, state: PatchState):
+        self.state = state
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        for block in self.state.blocks.values():
+            block.weights.release()
 
 
 def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, strict: bool = True) -> PatchReport:
@@ -153,7 +166,7 @@ def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, str
     prepared: list[tuple[str, nn.Module, BlockSpec]] = []
     for path, (module, spec) in found.items():
         # Everything that can be refused is refused before the first module is touched.
-        reason = _refusal(path, module, spec)
+        reason = refusal(path, module, spec)
         if reason and strict:
             raise TypeError(f"{path} cannot be patched: {reason}. Pass strict=False to skip it")
         if reason:
@@ -161,19 +174,23 @@ def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, str
         else:
             prepared.append((path, module, spec))
     for _, module, spec in prepared:
-        pick_backend(backend, _shapes_of(getattr(module, spec.experts)))
+        source = module if spec.layout == "fused" else getattr(module, spec.experts)
+        pick_backend(backend, ExpertWeights(source, spec.layout).outline())
     for path, module, spec in prepared:
         block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend)
         if not block.weights.is_stacked():
-            stacked = block.weights.ensure()
-            moved += stacked.bytes_per_expert * spec.router.num_experts
-            peak = max(peak, stacked.gate_up_E2FH.numel() * stacked.gate_up_E2FH.element_size())
+            block.weights.ensure()
+            moved += block.weights.moved_bytes
+            peak = max(peak, block.weights.peak_bytes)
         new.blocks[path] = block
     for path, block in new.blocks.items():
         parent, name = _parent(model, path)
         parent._modules[name] = block
+        if "_hf_hook" in block.original.__dict__:
+            new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
     new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
+    new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -197,14 +214,21 @@ def unpatch(model: nn.Module) -> None:
                 f"{path} is now a {type(current).__name__}, not the block that patch() put there: undo that wrapper "
                 "first, then unpatch"
             )
-        if "forward" in block.__dict__:
+        hook = block.__dict__.get("_hf_hook")
+        if hook is not None and hook is not state.device_hooks.get(path):
             raise RuntimeError(
-                f"{path}.forward was replaced by {block.__dict__['forward']!r} after patch(): undo that first (an "
-                "accelerate hook: accelerate.hooks.remove_hook_from_module), then unpatch"
+                f"{path} got an accelerate hook ({', '.join(type(h).__name__ for h in accelerate_hooks(block))}) after "
+                "patch(): undo that first with accelerate.hooks.remove_hook_from_submodules(model), then unpatch"
+            )
+        if replaced := replaced_forward(block):
+            raise RuntimeError(
+                f"{path}.forward was replaced by {replaced} after patch(): undo that first, then unpatch"
             )
     for path, block in state.blocks.items():
         parent, name = _parent(model, path)
         parent._modules[name] = block.original
+        if path in state.device_hooks and "_hf_hook" not in block.__dict__:
+            _remove_hook(block.original)  # as somebody did with the block's while it was patched
     for hook in state.hooks:
         hook.remove()
     object.__delattr__(model, ATTRIBUTE)
@@ -263,58 +287,19 @@ def _find_blocks(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec
     return found, skipped
 
 
-def _refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
-    """Why a block cannot be patched, or ''."""
-    if path == "":
-        return "it is the model itself, not a layer of one"
-    if hasattr(module, "_hf_hook"):
-        return "accelerate has hooks on it (device_map or offload)"
-    if "forward" in module.__dict__:
-        return f"its forward was replaced by {module.__dict__['forward']!r}, which a patch would drop"
-    experts = getattr(module, spec.experts)
-    for name, child in module.named_modules():
-        if name and not name.startswith(spec.shared or "\0") and (child._forward_hooks or child._forward_pre_hooks):
-            return f"{name} has forward hooks, which would no longer run: remove them first"
-    try:
-        for index, expert in enumerate(experts):
-            _check_expert(expert, f"{spec.experts}[{index}]", experts[0])
-        _check_activation(experts[0], f"{spec.experts}[0]")
-        ExpertWeights(experts).check()
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+def _take_over_hook(block: EpochMoEBlock) -> Any:
+    """Put the original's accelerate hook around the block too: it moves inputs to the device of the weights."""
+    from accelerate.hooks import add_hook_to_module
+
+    hook = copy.copy(block.original._hf_hook)
+    add_hook_to_module(block, hook)
+    return hook
 
 
-def _check_expert(expert: nn.Module, where: str, first: nn.Module) -> None:
-    """Refuse an expert that computes something else than ``down(silu(gate(x)) * up(x))`` of plain linear layers."""
-    for name in PROJECTIONS:
-        linear = getattr(expert, name, None)
-        plain = isinstance(linear, nn.Linear) and getattr(linear.forward, "__func__", None) is nn.Linear.forward
-        if not plain or linear._modules:
-            raise TypeError(
-                f"{where}.{name} is {type(linear).__name__}, not nn.Linear with its own forward: quantised, hooked, "
-                "adapter-wrapped or otherwise replaced experts are not supported"
-            )
-        shape, expected = tuple(linear.weight.shape), tuple(getattr(first, name).weight.shape)
-        if shape != expected:
-            raise ValueError(f"{where}.{name}.weight has shape {shape}, that of the first expert {expected}")
+def _remove_hook(module: nn.Module) -> None:
+    from accelerate.hooks import remove_hook_from_module
 
-
-def _check_activation(expert: nn.Module, where: str) -> None:
-    activation = getattr(expert, "act_fn", None)
-    x = torch.linspace(-4.0, 4.0, 9, device="cpu")
-    if callable(activation) and not torch.allclose(activation(x), F.silu(x), atol=1e-6):
-        raise TypeError(f"{where}.act_fn is {activation!r}: the LLaDA family's experts have silu")
-
-
-def _shapes_of(experts: Any) -> Stacked:
-    """What stacking would give, without memory, to ask whether a backend takes it."""
-    gate, down = experts[0].gate_proj.weight, experts[0].down_proj.weight
-    inner, hidden = gate.shape
-    return Stacked(
-        gate.detach()[:1, :1].expand(2 * inner, hidden).expand(len(experts), -1, -1),
-        down.detach()[:1, :1].expand(hidden, inner).expand(len(experts), -1, -1),
-    )
+    remove_hook_from_module(module)
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

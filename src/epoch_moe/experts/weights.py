@@ -1,10 +1,11 @@
-"""Stacked expert storage that the model's own per-expert parameters view.
+"""Stacked expert storage that the model's own parameters view.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 
 A released checkpoint holds three linear layers per expert. Grouped matrix products want one tensor. Here the
-tensors are allocated once per layer, and each expert's parameters become views of them: no second copy of the
-weights, and `state_dict` keys and values stay as they were.
+tensors are allocated once per layer, and the experts' parameters become views of them: no second copy of the
+weights, and `state_dict` keys and values stay as they were. Parameters that lie in such a tensor already (fused ones
+always do) stay where they are.
 
 The alias breaks silently when somebody replaces a parameter's storage (`.to(dtype)`, `copy.deepcopy`, `pickle`,
 `load_state_dict(assign=True)`), so `ExpertWeights.ensure` compares addresses before use and stacks again where
@@ -15,30 +16,30 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
+
+__all__ = ["PROJECTIONS", "ExpertWeights", "Stacked"]
 
 
 class _StackedView(torch.autograd.Function):
     """A stacked buffer as a differentiable function of the parameters that view it, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, stacked: Tensor, rows: int, *params: Tensor) -> Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, stacked: Tensor, places: Callable[[Tensor], Sequence[Tensor]], *params: Tensor) -> Tensor:
+        ctx.places = places
         return stacked.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        # `rows` rows of the middle dimension belong to each parameter: gate above up, or down alone.
-        parts = [chunk for expert in grad.unbind(0) for chunk in expert.split(ctx.rows, dim=0)]
-        return (None, None, *parts)
+        return (None, None, *ctx.places(grad))
 
 
 @dataclass(frozen=True)
@@ -61,42 +62,46 @@ class Stacked:
 
 
 class ExpertWeights:
-    """One layer's experts: stacked tensors plus the per-expert modules whose parameters view them.
+    """One layer's experts: stacked tensors plus the modules whose parameters view them.
 
     Args:
-        experts: modules with ``gate_proj``, ``up_proj`` ([F,H]) and ``down_proj`` ([H,F]) linear layers, all of one
-            shape, dtype and device.
+        experts: what holds the parameters: a sequence of modules with ``gate_proj``, ``up_proj`` ([F,H]) and
+            ``down_proj`` ([H,F]) linear layers; a module with these as stacked parameters; or a block with ``w1``
+            and ``w2``.
+        layout: which of the three; see `epoch_moe.experts.layouts`.
+
+    Attributes:
+        moved_bytes: bytes that were copied when the experts were stacked last.
+        peak_bytes: the most that existed twice at one time while doing so.
     """
 
-    def __init__(self, experts: Sequence[nn.Module]):
+    def __init__(self, experts: Any, layout: LayoutName = "per_expert"):
         self.experts = experts
+        self.layout_name = layout
+        self.layout: Layout = LAYOUTS[layout](experts)
+        self.moved_bytes = self.peak_bytes = 0
         self._stacked: Stacked | None = None
         self._addresses: tuple[int, ...] = ()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
         # The copy stacks its own parameters on first use: sharing or copying the buffers would double the memory.
-        return ExpertWeights(copy.deepcopy(self.experts, memo))
+        return ExpertWeights(copy.deepcopy(self.experts, memo), self.layout_name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"experts": self.experts}
+        return {"experts": self.experts, "layout": self.layout_name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["experts"])  # type: ignore[misc]
+        self.__init__(state["experts"], state.get("layout", "per_expert"))  # type: ignore[misc]
 
-    def _current_params(self) -> list[nn.Parameter]:
-        """The parameters in storage order: gate, up and down of each expert."""
-        # Through the module dictionaries: attribute access on modules is ten times slower, and this runs before every
-        # block (and every forward without a plan).
-        return [
-            expert._modules[name]._parameters["weight"]  # type: ignore[union-attr, misc]
-            for expert in self.experts
-            for name in PROJECTIONS
-        ]
+    def _params(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters that make up the gate and up projections, and the down projections."""
+        params, period = self.layout.params(), self.layout.period
+        return [p for i, p in enumerate(params) if i % period != period - 1], params[period - 1 :: period]
 
     def _current_addresses(self) -> tuple[int, ...] | None:
         try:
-            return tuple([param.data_ptr() for param in self._current_params()])
+            return tuple([param.data_ptr() for param in self.layout.params()])
         except (KeyError, AttributeError):
             return None  # a projection was replaced (an adapter, say); `check` names it
 
@@ -108,7 +113,13 @@ class ExpertWeights:
         """The stacked tensors, stacked anew where a parameter's storage was replaced since the last use.
 
         Peak extra memory while stacking: the gate and up projections of this layer's experts.
+
+        A compiled forward cannot compare addresses. There, only what `release` was told of (`.to()`,
+        `load_state_dict`) is noticed.
         """
+        stacked = self._stacked
+        if stacked is not None and torch.compiler.is_compiling():
+            return stacked
         if not self.is_stacked():
             with self._lock:
                 if not self.is_stacked():
@@ -129,71 +140,69 @@ class ExpertWeights:
             self._stacked, self._addresses = None, ()
 
     def differentiable(self) -> Stacked:
-        """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per expert)."""
+        """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per parameter)."""
         stacked = self.ensure()
         # Asked anew: another Parameter over the same storage (frozen weights wrapped again, say) must get the gradient.
-        params = self._current_params()
-        gate_up_params = [p for i, p in enumerate(params) if i % 3 != 2]
-        down_params = params[2::3]
-        inner, hidden = stacked.down_EHF.shape[2], stacked.down_EHF.shape[1]
+        gate_up_params, down_params = self._params()
         return Stacked(
-            _StackedView.apply(stacked.gate_up_E2FH, inner, *gate_up_params),
-            _StackedView.apply(stacked.down_EHF, hidden, *down_params),
+            _StackedView.apply(stacked.gate_up_E2FH, self.layout.gate_up_places, *gate_up_params),
+            _StackedView.apply(stacked.down_EHF, self.layout.down_places, *down_params),
         )
 
     def check(self) -> None:
-        """Refuse weights that cannot be stacked, quoting the first offender."""
-        first: Tensor | None = None
-        for index, expert in enumerate(self.experts):
-            for name in PROJECTIONS:
-                linear = getattr(expert, name, None)
-                weight = getattr(linear, "weight", None)
-                where = f"experts[{index}].{name}"
-                if type(weight) is not nn.Parameter:
-                    raise TypeError(f"{where}.weight is {type(weight).__name__}: expected a plain nn.Parameter")
-                if getattr(linear, "bias", None) is not None:
-                    raise TypeError(f"{where} has a bias: the LLaDA family's experts have none")
-                if weight.device.type == "meta":
-                    raise TypeError(f"{where}.weight is on the meta device: load or materialise it first")
-                if not weight.is_floating_point():
-                    raise TypeError(f"{where}.weight has dtype {weight.dtype}: quantised experts are not supported")
-                first = weight if first is None else first
-                if weight.dtype != first.dtype or weight.device != first.device:
-                    raise TypeError(
-                        f"{where}.weight is {weight.dtype} on {weight.device}, experts[0] is {first.dtype} on "
-                        f"{first.device}: all experts of a layer must agree"
-                    )
+        """Refuse weights that cannot be stacked, quoting the first offender; see `Layout.check`."""
+        self.layout.check()
+
+    def outline(self) -> Stacked:
+        """What `ensure` would give, of the same shapes and dtype but without memory: to ask whether a backend fits."""
+        num_experts, inner, hidden = self.layout.sizes()
+        one = self.layout.params()[0].detach().reshape(-1)[:1]
+        return Stacked(one.expand(num_experts, 2 * inner, hidden), one.expand(num_experts, hidden, inner))
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _stack(self) -> None:
-        self.check()
         self._stacked = None
-        gate0 = self.experts[0].gate_proj.weight  # type: ignore[union-attr]
-        num_experts, (inner, hidden) = len(self.experts), gate0.shape  # type: ignore[misc]
-        new = {"dtype": gate0.dtype, "device": gate0.device}
-        for index, expert in enumerate(self.experts):
-            shapes = tuple(tuple(getattr(expert, name).weight.shape) for name in PROJECTIONS)
-            if shapes != ((inner, hidden), (inner, hidden), (hidden, inner)):
-                raise ValueError(
-                    f"experts[{index}] has weight shapes {shapes}: expected gate and up [{inner}, {hidden}] and down "
-                    f"[{hidden}, {inner}] as experts[0] has"
-                )
-        gate_up_E2FH = torch.empty(num_experts, 2 * inner, hidden, **new)  # type: ignore[arg-type]
-        for index, expert in enumerate(self.experts):
-            self._rebind(expert.gate_proj, gate_up_E2FH[index, :inner])  # type: ignore[arg-type]
-            self._rebind(expert.up_proj, gate_up_E2FH[index, inner:])  # type: ignore[arg-type]
-        down_EHF = torch.empty(num_experts, hidden, inner, **new)  # type: ignore[arg-type]
-        for index, expert in enumerate(self.experts):
-            self._rebind(expert.down_proj, down_EHF[index])  # type: ignore[arg-type]
+        self.check()
+        num_experts, inner, hidden = self.layout.sizes()
+        gate_up, down = self._params()
+        self.moved_bytes = self.peak_bytes = 0
+        gate_up_E2FH = self._gather(gate_up, (num_experts, 2 * inner, hidden), self.layout.gate_up_places)
+        down_EHF = self._gather(down, (num_experts, hidden, inner), self.layout.down_places)
         self._stacked = Stacked(gate_up_E2FH, down_EHF)
-        self._addresses = tuple(p.data_ptr() for p in self._current_params())
+        self._addresses = tuple(param.data_ptr() for param in self.layout.params())
 
-    @staticmethod
-    def _rebind(linear: nn.Module, slot: Tensor) -> None:
-        weight = linear._parameters["weight"]
-        assert weight is not None
-        slot.copy_(weight)
-        # Assigning `.data` keeps the Parameter object (optimizers, hooks, tied references) and frees its old storage.
-        weight.data = slot
+    def _gather(
+        self,
+        params: Sequence[nn.Parameter],
+        shape: tuple[int, int, int],
+        places: Callable[[Tensor], Sequence[Tensor]],
+    ) -> Tensor:
+        """The tensor that ``params`` are parts of: theirs where they lie so already, or a new one they move into."""
+        first = params[0]
+        found = _around(first, shape)
+        if found is not None and all(map(_is_same_memory, params, places(found))):
+            return found
+        new = torch.empty(shape, dtype=first.dtype, device=first.device)
+        for param, slot in zip(params, places(new), strict=True):
+            slot.copy_(param)
+            # Assigning `.data` keeps the Parameter object (optimizers, hooks, ties) and frees its old storage.
+            param.data = slot
+        size = new.numel() * new.element_size()
+        self.moved_bytes += size
+        self.peak_bytes = max(self.peak_bytes, size)
+        return new
+
+
+def _around(first: Tensor, shape: tuple[int, int, int]) -> Tensor | None:
+    """A contiguous tensor of that shape that begins where ``first`` does, if its storage reaches so far."""
+    num_experts, rows, columns = shape
+    end = first.storage_offset() + num_experts * rows * columns
+    if first.is_inference() or end * first.element_size() > first.untyped_storage().nbytes():
+        return None
+    return first.detach().as_strided(shape, (rows * columns, columns, 1))
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -1,4 +1,4 @@
-"""LLaDA2.0, 2.1 and 2.2: `gate` with weight and expert bias, per-expert `experts`, `shared_experts` in the block."""
+"""LLaDA2.0, 2.1 and 2.2: `gate` with weight and expert bias, experts, `shared_experts` in the block."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
+from epoch_moe.families import experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    "a module with `experts` (ModuleList of gate_proj/up_proj/down_proj MLPs) and `gate` with `weight` "
-    "[experts, hidden], `expert_bias` [experts], `top_k`, `n_group` and `topk_group`"
+    f"a module with {experts.SHAPE}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "
+    "`n_group` and `topk_group`"
 )
 
 
 def describe(block: nn.Module) -> BlockSpec | None:
     """The spec of a LLaDA2 MoE block, or None where the module has another shape."""
-    gate, experts = getattr(block, "gate", None), getattr(block, "experts", None)
-    if not isinstance(gate, nn.Module) or not isinstance(experts, nn.ModuleList) or len(experts) == 0:
+    gate, found = getattr(block, "gate", None), experts.find_experts(block)
+    if not isinstance(gate, nn.Module) or found is None:
         return None
+    layout, num_experts = found
     weight, bias = getattr(gate, "weight", None), getattr(gate, "expert_bias", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(bias, torch.Tensor):
         return None
@@ -30,18 +32,17 @@ def describe(block: nn.Module) -> BlockSpec | None:
     names = ("top_k", "routed_scaling_factor") + (() if pooled else ("n_group", "topk_group"))
     if not all(isinstance(getattr(gate, name, None), (int, float)) for name in names):
         return None
-    if not all(hasattr(experts[0], name) for name in ("gate_proj", "up_proj", "down_proj")):
-        return None
-    if weight.shape[0] != len(experts) or bias.shape != weight.shape[:1]:
+    if weight.shape[0] != num_experts or bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"a LLaDA2 MoE block has {len(experts)} experts but a gate weight {tuple(weight.shape)} and an expert bias "
-            f"{tuple(bias.shape)}: expected [{len(experts)}, hidden] and [{len(experts)}]"
+            f"a LLaDA2 MoE block has {num_experts} experts but a gate weight {tuple(weight.shape)} and an expert bias "
+            f"{tuple(bias.shape)}: expected [{num_experts}, hidden] and [{num_experts}]"
         )
     return BlockSpec(
         family="llada2",
-        router=_router(gate, len(experts), config, pooled=pooled),
+        router=_router(gate, num_experts, config, pooled=pooled),
         gate_weight="gate.weight",
         gate_bias="gate.expert_bias",
+        layout=layout,
         shared="shared_experts" if isinstance(getattr(block, "shared_experts", None), nn.Module) else None,
         returns_router=True,
     )

@@ -1,0 +1,218 @@
+"""Where a block keeps its experts' parameters: one linear layer per expert, one tensor per projection, or fused.
+
+Shape suffixes: E experts, F expert inner size, H hidden.
+
+A layout says which parameters there are, in storage order, and which part of the stacked tensors ``[E,2F,H]`` and
+``[E,H,F]`` each of them is. `epoch_moe.experts.weights` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+LayoutName = Literal["per_expert", "stacked", "fused"]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+FUSED = ("w1", "w2")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Layout(Protocol):
+    """One way to hold the experts of a layer.
+
+    Attributes:
+        period: the last of every ``period`` parameters belongs to the down projections, the others to gate and up.
+    """
+
+    period: int
+
+    def params(self) -> list[nn.Parameter]:
+        """The parameters in storage order.
+
+        Raises:
+            KeyError, AttributeError: a module that holds one was replaced; `check` names it.
+        """
+        ...
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, F, H)."""
+        ...
+
+    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+        """The parts of ``[E,2F,H]`` that the gate and up parameters are, in their order."""
+        ...
+
+    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+        """The parts of ``[E,H,F]`` that the down parameters are, in their order."""
+        ...
+
+    def check(self) -> None:
+        """Refuse parameters that cannot be stacked, quoting the first offender.
+
+        Raises:
+            TypeError: not plain parameters of one floating dtype on one device.
+            ValueError: of shapes that do not fit together.
+        """
+        ...
+
+
+class PerExpert:
+    """A sequence of modules with ``gate_proj``, ``up_proj`` ([F,H]) and ``down_proj`` ([H,F]) linear layers."""
+
+    period = 3
+
+    def __init__(self, experts: Sequence[nn.Module]):
+        self.experts = experts
+
+    def params(self) -> list[nn.Parameter]:
+        """Gate, up and down of each expert."""
+        # Through the module dictionaries: attribute access on modules is ten times slower, and this runs before every
+        # block (and every forward without a plan).
+        return [
+            expert._modules[name]._parameters["weight"]  # type: ignore[union-attr, misc]
+            for expert in self.experts
+            for name in PROJECTIONS
+        ]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, F, H)."""
+        inner, hidden = self.experts[0].gate_proj.weight.shape  # type: ignore[union-attr, misc]
+        return len(self.experts), inner, hidden
+
+    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+        """Gate above up, expert by expert."""
+        inner = gate_up_E2FH.shape[1] // 2
+        return [part for expert in gate_up_E2FH.unbind(0) for part in expert.split(inner, dim=0)]
+
+    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+        """Expert by expert."""
+        return down_EHF.unbind(0)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for index, expert in enumerate(self.experts):
+            for name in PROJECTIONS:
+                linear, where = getattr(expert, name, None), f"experts[{index}].{name}"
+                plain = isinstance(linear, nn.Linear) and getattr(_forward(linear), "__func__", None) is _LINEAR
+                if not plain or linear._modules:  # type: ignore[union-attr]
+                    raise TypeError(
+                        f"{where} is {type(linear).__name__}, not nn.Linear with its own forward: quantised, hooked, "
+                        "adapter-wrapped or otherwise replaced experts are not supported. Dequantise, merge or remove "
+                        "what wraps them first"
+                    )
+                if linear.bias is not None:  # type: ignore[union-attr]
+                    raise TypeError(f"{where} has a bias: the LLaDA family's experts have none")
+                yield f"{where}.weight", getattr(linear, "weight", None)
+
+    def check(self) -> None:
+        """See `Layout.check`."""
+        named = list(self._named())
+        _check_tensors(named)
+        inner, hidden = named[0][1].shape if named[0][1].dim() == 2 else (-1, -1)
+        _check_shapes(named, [(inner, hidden), (inner, hidden), (hidden, inner)] * len(self.experts))
+
+
+class StackedExperts:
+    """A module with parameters ``gate_proj``, ``up_proj`` [E,F,H] and ``down_proj`` [E,H,F] (dFactory)."""
+
+    period = 3
+
+    def __init__(self, experts: nn.Module):
+        self.experts = experts
+
+    def params(self) -> list[nn.Parameter]:
+        """Gate, up, down."""
+        return [self.experts._parameters[name] for name in PROJECTIONS]  # type: ignore[misc]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, F, H)."""
+        num_experts, inner, hidden = self.experts.gate_proj.shape  # type: ignore[misc]
+        return num_experts, inner, hidden
+
+    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+        """Gate above up in each expert, so both parameters have gaps between experts."""
+        return gate_up_E2FH.tensor_split(2, dim=1)
+
+    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+        """The tensor itself."""
+        return (down_EHF,)
+
+    def check(self) -> None:
+        """See `Layout.check`."""
+        named = [(f"experts.{name}", getattr(self.experts, name, None)) for name in PROJECTIONS]
+        _check_tensors(named)
+        num_experts, inner, hidden = self.sizes()
+        _check_shapes(named, [(num_experts, inner, hidden)] * 2 + [(num_experts, hidden, inner)])
+
+
+class FusedExperts:
+    """A block with parameters ``w1`` [E,2F,H], gate above up, and ``w2`` [E,H,F] (dInfer): stacked already."""
+
+    period = 2
+
+    def __init__(self, block: nn.Module):
+        self.experts = block
+
+    def params(self) -> list[nn.Parameter]:
+        """Both tensors."""
+        return [self.experts._parameters[name] for name in FUSED]  # type: ignore[misc]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, F, H)."""
+        num_experts, hidden, inner = self.experts.w2.shape  # type: ignore[misc]
+        return num_experts, inner, hidden
+
+    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+        """The tensor itself."""
+        return (gate_up_E2FH,)
+
+    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+        """The tensor itself."""
+        return (down_EHF,)
+
+    def check(self) -> None:
+        """See `Layout.check`."""
+        named = [(name, getattr(self.experts, name, None)) for name in FUSED]
+        _check_tensors(named)
+        num_experts, inner, hidden = self.sizes()
+        _check_shapes(named, [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)])
+
+
+LAYOUTS: dict[LayoutName, Any] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
+_LINEAR = nn.Linear.forward
+
+
+def _forward(module: nn.Module) -> Any:
+    """A module's forward, or the one inside an accelerate hook (`patch` decides which hooks may stay)."""
+    return module.__dict__.get("_old_forward", module.forward)
+
+
+def _check_tensors(named: Sequence[tuple[str, Any]]) -> None:
+    first_name, first = named[0]
+    for where, weight in named:
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+            kind = type(weight.data if isinstance(weight, nn.Parameter) else weight).__name__
+            advice = ": gather it with full_tensor()" if kind == "DTensor" else ""
+            raise TypeError(f"{where} is {kind}: expected a plain nn.Parameter{advice}")
+        if weight.device.type == "meta":
+            raise TypeError(f"{where} is on the meta device: load or materialise it first")
+        if weight.dtype not in _DTYPES:
+            raise TypeError(
+                f"{where} has dtype {weight.dtype}: quantised experts are not supported; load the model in bfloat16, "
+                "float16 or float32"
+            )
+        if weight.dtype != first.dtype or weight.device != first.device:
+            raise TypeError(
+                f"{where} is {weight.dtype} on {weight.device}, {first_name} is {first.dtype} on {first.device}: all "
+                "experts of a layer must agree"
+            )
+    if len({id(weight) for _, weight in named}) < len(named):
+        raise TypeError("two experts share one parameter: each needs its own to become a part of the stacked tensor")
+
+
+def _check_shapes(named: Sequence[tuple[str, Any]], expected: Sequence[tuple[int, ...]]) -> None:
+    for (where, weight), shape in zip(named, expected, strict=True):
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{where} has shape {tuple(weight.shape)}: expected {shape}, as its neighbours say")

@@ -1,0 +1,80 @@
+"""Why an MoE block cannot be patched, or a patched one cannot be given back: found before anything is changed.
+
+A patched block reads the weights of its gate and experts and never calls these modules. So whatever would have run
+inside them (hooks, adapters, dequantisation, offloading) must not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from epoch_moe.block import BlockSpec
+from epoch_moe.experts.weights import ExpertWeights
+
+_UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
+
+
+def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
+    """Why a block cannot be patched, or ''."""
+    if path == "":
+        return "it is the model itself, not a layer of one"
+    for name, child in module.named_modules():
+        if name and spec.shared and (name == spec.shared or name.startswith(f"{spec.shared}.")):
+            continue  # called as before
+        reason = _hooks_on(name, child)
+        if reason:
+            return reason
+    source = module if spec.layout == "fused" else getattr(module, spec.experts)
+    try:
+        ExpertWeights(source, spec.layout).check()
+        _check_activation(source[0] if spec.layout == "per_expert" else source)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _hooks_on(name: str, module: nn.Module) -> str:
+    """What on the block (name '') or on a module inside it would no longer run."""
+    where = name or "the block"
+    for hook in accelerate_hooks(module):
+        if type(hook).__name__ != "AlignDevicesHook":
+            return f"{where} has accelerate's {type(hook).__name__}, which would not run: {_UNDO_HOOKS} removes it"
+        if hook.offload:
+            return (
+                f"accelerate offloads the weights of {where} (device_map with 'cpu' or 'disk'), and a patched block "
+                "computes from weights that stay in place: load the model without offloading, or bring them back with "
+                f"{_UNDO_HOOKS}"
+            )
+    if replaced := replaced_forward(module):
+        subject = "its forward" if not name else f"{name}.forward"
+        return f"{subject} was replaced by {replaced}, which a patch would drop"
+    if name and (module._forward_hooks or module._forward_pre_hooks):
+        return f"{name} has forward hooks, which would no longer run: remove them first"
+    return ""
+
+
+def accelerate_hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks that accelerate has put around a module's forward."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
+
+
+def replaced_forward(module: nn.Module) -> str:
+    """What somebody other than accelerate has put in place of a module's own forward, or ''."""
+    forward = module.__dict__.get("_old_forward" if "_hf_hook" in module.__dict__ else "forward")
+    # Removing an accelerate hook leaves the module's own bound forward in its dictionary.
+    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return "" if forward is None or own else repr(forward)
+
+
+def _check_activation(expert: nn.Module) -> None:
+    activation = getattr(expert, "act_fn", None)
+    x = torch.linspace(-4.0, 4.0, 9, device="cpu")
+    if callable(activation) and not torch.allclose(activation(x), F.silu(x), atol=1e-6):
+        raise TypeError(f"the experts' act_fn is {activation!r}: the LLaDA family's experts have silu")
