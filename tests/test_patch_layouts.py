@@ -16,16 +16,18 @@ import epoch_moe
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
+from epoch_moe.models.llada_moe import LLaDAMoEModelLM
 from epoch_moe.plan.context import BlockPlanContext
 
 IDS = torch.arange(24).view(2, 12) % 120
 CASES = [(family, layout) for family in FOREIGN for layout in ("stacked", "fused")]
-CLASSES: dict[str, Any] = {"llada2": LLaDA2MoeModelLM}
+CLASSES: dict[str, Any] = {"llada2": LLaDA2MoeModelLM, "llada_moe": LLaDAMoEModelLM}
+FOLDERS = {"llada2": "llada2", "llada_moe": "llada_moe_shared_bias"}
 
 
 @cache
 def plain(family: str) -> Any:
-    return CLASSES[family].from_pretrained(GOLDEN / family, dtype=torch.float32).eval()
+    return CLASSES[family].from_pretrained(GOLDEN / FOLDERS[family], dtype=torch.float32).eval()
 
 
 def foreign(family: str, layout: str) -> tuple[nn.Module, list[str]]:

@@ -6,19 +6,21 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
+from epoch_moe.families import experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    "a module with `experts` (ModuleList of gate_proj/up_proj/down_proj MLPs), `gate` (Linear hidden -> experts, no "
-    "bias), `top_k` and `expert_bias` (None or [experts])"
+    f"a module with {experts.SHAPE}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "
+    "[experts])"
 )
 
 
 def describe(block: nn.Module) -> BlockSpec | None:
     """The spec of a LLaDA-MoE block, or None where the module has another shape."""
-    gate, experts = getattr(block, "gate", None), getattr(block, "experts", None)
-    if not isinstance(gate, nn.Module) or not isinstance(experts, nn.ModuleList) or len(experts) == 0:
+    gate, found = getattr(block, "gate", None), experts.find_experts(block)
+    if not isinstance(gate, nn.Module) or found is None:
         return None
+    layout, num_experts = found
     weight, top_k = getattr(gate, "weight", None), getattr(block, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int):
         return None
@@ -27,18 +29,17 @@ def describe(block: nn.Module) -> BlockSpec | None:
         return None
     if getattr(gate, "bias", None) is not None or getattr(block, "score_func", "softmax") not in ("softmax", None):
         return None
-    if not all(hasattr(experts[0], name) for name in ("gate_proj", "up_proj", "down_proj")):
-        return None
     bias = block.expert_bias
     biased = isinstance(bias, torch.Tensor)
-    if weight.shape[0] != len(experts) or (biased and bias.shape != weight.shape[:1]):
+    if weight.shape[0] != num_experts or (biased and bias.shape != weight.shape[:1]):
         raise ValueError(
-            f"a LLaDA-MoE block has {len(experts)} experts but a gate weight {tuple(weight.shape)} and an expert bias "
-            f"{tuple(bias.shape) if biased else None}: expected [{len(experts)}, hidden] and [{len(experts)}] or None"
+            f"a LLaDA-MoE block has {num_experts} experts but a gate weight {tuple(weight.shape)} and an expert bias "
+            f"{tuple(bias.shape) if biased else None}: expected [{num_experts}, hidden] and [{num_experts}] or None"
         )
     return BlockSpec(
         family="llada_moe",
-        router=RouterSpec(kind="softmax", num_experts=len(experts), top_k=top_k),
+        router=RouterSpec(kind="softmax", num_experts=num_experts, top_k=top_k),
         gate_weight="gate.weight",
         gate_bias="expert_bias" if biased else None,
+        layout=layout,
     )
