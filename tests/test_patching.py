@@ -161,7 +161,7 @@ def test_a_second_patch_only_updates_the_configuration(model: LLaDA2MoeModelLM, 
     assert all(a is b for a, b in zip(moe_modules(model), blocks, strict=True))
     assert model._epoch_moe.config == EpochConfig(coverage=0.5, backend="loop")
     assert relative_error(logits(model), want) < 1e-6
-    assert len(model.model._forward_pre_hooks) == 1
+    assert len(model.model._forward_pre_hooks) == 2 and len(model.model._forward_hooks) == 1
     for name, config in (("exact", EpochConfig.exact()), ("dense", None), (None, None)):
         epoch_moe.patch(model, name)
         assert model._epoch_moe.config == config
@@ -461,7 +461,7 @@ def test_a_copy_is_independent_of_the_model(model: LLaDA2MoeModelLM, want: Tenso
     assert [b is m for b, m in zip(other._epoch_moe.blocks.values(), moe_modules(other), strict=True)] == [True] * 2
     assert all(b.slot is other._epoch_moe.slot for b in other._epoch_moe.blocks.values())
     epoch_moe.unpatch(other)
-    assert is_patched(model) and not is_patched(other) and len(model.model._forward_pre_hooks) == 1
+    assert is_patched(model) and not is_patched(other) and len(model.model._forward_pre_hooks) == 2
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()

@@ -23,6 +23,7 @@ NAMES = [
     "open_context",
     "patch",
     "patched",
+    "plan_report",
     "register_auto_classes",
     "unpatch",
 ]
@@ -42,8 +43,9 @@ def test_signatures_are_these() -> None:
     def parameters(function: object) -> list[str]:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
-    assert parameters(epoch_moe.patch) == ["model", "config", "strict"]
-    assert parameters(epoch_moe.patched) == ["model", "config", "strict"]
+    loops = ["mask_token_id", "block_length", "editing"]
+    assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops]
+    assert parameters(epoch_moe.patched) == ["model", "config", "strict", *loops]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
         "self", "batch", "window", "prefix", "prefix_constant", "future",

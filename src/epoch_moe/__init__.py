@@ -23,6 +23,7 @@ _HOMES = {
     "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
+    "plan_report": "epoch_moe.plan.inferred",
     "register_auto_classes": "epoch_moe.models",
     "unpatch": "epoch_moe.patching",
 }
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patching import PatchReport, patch, patched, unpatch
     from epoch_moe.plan.context import BlockPlanContext, open_context
+    from epoch_moe.plan.inferred import plan_report
     from epoch_moe.routing import RouterSpec
 
 

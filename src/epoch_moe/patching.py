@@ -20,6 +20,8 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.families import SHAPES, describe_block
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.plan.context import PlanSlot
+from epoch_moe.plan.inferred import InferredPlans
+from epoch_moe.plan.transitions import Hints
 
 ATTRIBUTE = "_epoch_moe"
 
@@ -73,6 +75,7 @@ class PatchState:
         blocks: module path -> block.
         hooks: handles to remove on `unpatch`.
         device_hooks: module path -> accelerate hook that the block took over from the original.
+        inferred: drives plans for loops that open none themselves.
     """
 
     slot: PlanSlot
@@ -80,6 +83,7 @@ class PatchState:
     blocks: dict[str, EpochMoEBlock]
     hooks: list[Any] = field(default_factory=list)
     device_hooks: dict[str, Any] = field(default_factory=dict)
+    inferred: InferredPlans | None = None
 
     @property
     def routing_block(self) -> int | None:
@@ -122,21 +126,37 @@ class _ReleaseAfterLoad:
             block.weights.release()
 
 
-def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, strict: bool = True) -> PatchReport:
+def patch(
+    model: nn.Module,
+    config: EpochConfig | str | None = "default",
+    *,
+    strict: bool = True,
+    mask_token_id: int | None = None,
+    block_length: int | None = None,
+    editing: bool | None = None,
+) -> PatchReport:
     """Replace the MoE blocks of ``model`` by `EpochMoEBlock`, in place.
 
     The blocks keep their parameters, and `state_dict` keeps its keys and values; the experts' parameters become views
     of one stacked tensor per layer. Without a plan a patched model computes what it computed before. Calling `patch`
-    again changes the configuration only.
+    again changes the configuration and the last three arguments only.
+
+    Forwards under `torch.no_grad` of loops that know nothing of plans, such as the released `generate`, are followed by
+    what they look like (docs/plans.md, "Loops of others"); `epoch_moe.plan_report` says what came of it.
 
     Args:
         model: a loaded model with MoE blocks of a known family, our own class or remote code.
         config: the plan that `epoch_moe.generate` uses by default: an `EpochConfig`, a preset name (``"default"``,
             ``"exact"``, ``"paper"``, ``"dense"``), or None for no plan.
         strict: raise where no MoE block is found or one cannot be patched; False skips it and reports why.
+        mask_token_id: id of undecoded positions, for loops of others. None: the model config's ``mask_token_id``.
+        block_length: positions of a block, for loops of others. Needed for a fixed canvas (LLaDA-MoE); elsewhere None
+            finds it out.
+        editing: whether loops of others may replace tokens that are decoded. None: assumed until a loop shows that it
+            does not.
 
     Raises:
-        ValueError: no MoE block of a known family (``strict``).
+        ValueError: no MoE block of a known family (``strict``), or one of the last three arguments is no such thing.
             Or the configuration asks for a backend that these experts rule out.
         TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
     """
@@ -144,9 +164,10 @@ def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, str
         config = EpochConfig.preset(config)
     if config is not None and not isinstance(config, EpochConfig):
         raise TypeError(f"config={config!r}: expected an EpochConfig, a preset name or None")
+    hints = Hints(mask_token_id, block_length, editing)
     state = _state(model)
     if state is not None:
-        return _update(state, config)
+        return _update(state, config, hints)
 
     backend = "auto" if config is None else config.backend
     found, skipped = _find_blocks(model)
@@ -189,8 +210,12 @@ def patch(model: nn.Module, config: EpochConfig | str | None = "default", *, str
         if "_hf_hook" in block.original.__dict__:
             new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    new.inferred = InferredPlans(PatchState(slot, config, new.blocks), config, hints)
+    # A plan must be there before it is asked for router logits.
+    new.hooks.append(base.register_forward_pre_hook(new.inferred.before, with_kwargs=True))
     new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
     new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
+    new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -236,34 +261,44 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def patched(
-    model: nn.Module, config: EpochConfig | str | None = "default", *, strict: bool = True
+    model: nn.Module,
+    config: EpochConfig | str | None = "default",
+    *,
+    strict: bool = True,
+    mask_token_id: int | None = None,
+    block_length: int | None = None,
+    editing: bool | None = None,
 ) -> Iterator[PatchReport]:
-    """`patch` for the length of a ``with`` block.
+    """`patch` for the length of a ``with`` block, with its arguments.
 
     On a model that is patched already, the configuration is changed and changed back at the end.
     """
     state = _state(model)
-    before = None if state is None else state.config
-    report = patch(model, config, strict=strict)
+    before = None if state is None or state.inferred is None else (state.config, state.inferred.hints)
+    report = patch(
+        model, config, strict=strict, mask_token_id=mask_token_id, block_length=block_length, editing=editing
+    )
     try:
         yield report
     finally:
-        if state is None:
+        if state is None or before is None:
             unpatch(model)
         else:
-            _configure(state, before)
+            _configure(state, *before)
 
 
-def _update(state: PatchState, config: EpochConfig | None) -> PatchReport:
+def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> PatchReport:
     backend = "auto" if config is None else config.backend
     for block in state.blocks.values():
         pick_backend(backend, block.weights.ensure())  # refuses an impossible one before anything is changed
-    _configure(state, config)
+    _configure(state, config, hints)
     return _report(state, {}, 0, 0, updated=True)
 
 
-def _configure(state: PatchState, config: EpochConfig | None) -> None:
+def _configure(state: PatchState, config: EpochConfig | None, hints: Hints) -> None:
     state.config = config
+    if state.inferred is not None:
+        state.inferred.configure(config, hints)
     for block in state.blocks.values():
         block.backend = "auto" if config is None else config.backend
 

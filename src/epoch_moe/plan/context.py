@@ -8,9 +8,11 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -63,7 +65,17 @@ class PlanSlot:
     @property
     def active(self) -> ForwardPlan | DenseForward | None:
         """This thread's forward, or None outside of one."""
+        frame = getattr(self._local, "frame", None)
+        if frame is not None and not _on_stack(frame):
+            self._local.active = self._local.frame = None
         return getattr(self._local, "active", None)
+
+    def bind(self, frame: FrameType) -> None:
+        """End the active forward with the call ``frame``, whatever way it ends.
+
+        For forwards that hooks open: behind a KeyboardInterrupt the hook that would close them does not run.
+        """
+        self._local.frame = frame
 
     @contextmanager
     def activate(self, forward: ForwardPlan | DenseForward) -> Iterator[None]:
@@ -74,13 +86,22 @@ class PlanSlot:
         try:
             yield
         finally:
-            self._local.active = None
+            if getattr(self._local, "active", None) is forward:
+                self._local.active = self._local.frame = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
         return PlanSlot()
 
     def __reduce__(self) -> tuple[type[PlanSlot], tuple[()]]:
         return PlanSlot, ()
+
+
+def _on_stack(frame: FrameType) -> bool:
+    """Whether a call of this thread is still running."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
 
 
 class Patched(Protocol):
