@@ -205,6 +205,7 @@ class InferredPlans:
                 batch=shape_BS.shape[0],
                 window=shape_BS.shape[1],
                 prefix=decision.begin,
+                future=shape_BS.shape[1] - decision.end,
                 # Rows that share a pool of experts with the block change with it.
                 prefix_constant=decision.constant and (pool is None or decision.begin % pool == 0),
             )

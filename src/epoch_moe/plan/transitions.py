@@ -91,7 +91,7 @@ class Decision:
         kind: what it is. ``"inputs"``: the block goes on, but its attention mask or positions changed.
         reason: for ``"dense"``, a key of `REASONS`.
         cold: the block's plan begins anew with this forward.
-        begin, end: the current block's rows.
+        begin, end: the current block's rows. Those behind it are later blocks of a fixed canvas.
         constant: rows before it cannot change within the block.
         live_BS: bool, rows whose logits may change a decision, on the CPU.
     """
@@ -298,7 +298,8 @@ class Tracker:
     def _decision(self, kind: Kind, *, cold: bool) -> Decision:
         block = self._block
         assert block is not None
-        live_BS = block.masked_BS
+        live_BS = block.masked_BS.clone()
+        live_BS[:, block.end :] = False
         if self.editing is not False:
             inside_BS = torch.zeros_like(live_BS)
             inside_BS[:, block.begin : block.end] = True
