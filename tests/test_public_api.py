@@ -19,6 +19,7 @@ NAMES = [
     "RouterSpec",
     "__version__",
     "generate",
+    "generate_semi_autoregressive",
     "load_model",
     "open_context",
     "patch",

@@ -19,6 +19,7 @@ _HOMES = {
     "PatchReport": "epoch_moe.patching",
     "RouterSpec": "epoch_moe.routing",
     "generate": "epoch_moe.decoding",
+    "generate_semi_autoregressive": "epoch_moe.decoding",
     "load_model": "epoch_moe.models",
     "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
@@ -33,7 +34,7 @@ __all__ = [*_HOMES, "__version__"]
 if TYPE_CHECKING:
     from epoch_moe.block import BlockSpec, EpochMoEBlock
     from epoch_moe.config import EpochConfig
-    from epoch_moe.decoding import generate
+    from epoch_moe.decoding import generate, generate_semi_autoregressive
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patching import PatchReport, patch, patched, unpatch
     from epoch_moe.plan.context import BlockPlanContext, open_context
