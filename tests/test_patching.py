@@ -494,3 +494,11 @@ def test_a_saved_patched_model_loads_unpatched(model: LLaDA2MoeModelLM, want: Te
 def untouched() -> Iterator[None]:
     yield
     assert not is_patched(loaded())
+
+
+def test_a_notebook_shows_the_report_as_a_table(model: LLaDA2MoeModelLM) -> None:
+    report = epoch_moe.patch(model, None)
+    page = report._repr_html_()
+    assert "MoE layers patched" in page and "none (dense)" in page
+    assert f"{report.expert_bytes / 1e6:,.1f} MB in float32" in page
+    assert "MoE layers updated" in epoch_moe.patch(model, "exact")._repr_html_()

@@ -6,7 +6,7 @@ import pytest
 
 from epoch_moe.models.llada2 import LLaDA2MoeConfig
 from epoch_moe.plan.counters import LayerWork, Work
-from epoch_moe.report import COUNTS, comparison_table, flops, ratios, work_summary
+from epoch_moe.report import COUNTS, comparison_table, flops, ratios, work_summary, work_table
 
 
 def layer(**changes):
@@ -109,3 +109,27 @@ def test_table_shows_what_it_was_given():
     assert "50.0%" in text and "25.0%" in text and "0.500" in text
     assert "75.0% of 4 problems" in text and "87.50%" in text and "shortfall 3" in text
     assert "seconds (CPU)" in text
+
+
+def test_work_table_puts_decodes_side_by_side():
+    less = work(fallbacks={"version": 2}, per_layer=(layer(rows=5, pairs=10), layer(rows=5, pairs=20)))
+    table = work_table(CONFIG, {"dense": work(), "plan": less, "other": work()})
+    assert table.header == ("", "dense", "plan", "plan / dense", "other", "other / dense")
+    assert table.column("dense")["pairs"] == 60 and table.column("plan")["pairs"] == 30
+    assert table.column("plan / dense")["pairs"] == 0.5 and table.column("other / dense")["pairs"] == 1.0
+    assert table.column("dense")["FLOPs"] == flops(CONFIG, work())
+    assert table.column("dense")["support size"] == 9.0 and table.column("plan")["support size"] is None
+    assert table.column("plan / dense")["support size"] is None
+    assert (table.column("plan")["fallbacks: version"], table.column("plan")["fallbacks: shortfall"]) == (2, 0)
+    with pytest.raises(ValueError, match="at least one decode"):
+        work_table(CONFIG, {})
+
+
+def test_work_table_of_one_decode():
+    assert work_table(CONFIG, {"plan": work()}).header == ("", "plan")
+
+
+def test_flops_of_another_package_s_configuration_are_left_out():
+    table = work_table(object(), {"dense": work(), "plan": work()})
+    assert table.column("dense")["FLOPs"] is None and table.column("plan / dense")["FLOPs"] is None
+    assert table.column("dense")["pairs"] == 60

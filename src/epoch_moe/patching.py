@@ -22,6 +22,7 @@ from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.plan.context import PlanSlot
 from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.transitions import Hints
+from epoch_moe.tables import Cell, Table
 
 ATTRIBUTE = "_epoch_moe"
 
@@ -63,6 +64,19 @@ class PatchReport:
         lines += [f"  skipped {path}: {reason}" for path, reason in self.skipped.items()]
         lines.append(f"  plan: {self.config if self.config is not None else 'none (dense)'}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, Cell]] = [
+            ("MoE layers updated" if self.updated else "MoE layers patched", len(self.patched)),
+            ("family", self.family),
+            ("plan", str(self.config if self.config is not None else "none (dense)")),
+            ("backend", self.backend),
+            ("expert weights", f"{self.expert_bytes / 1e6:,.1f} MB in {self.dtype}"),
+            ("moved", f"{self.moved_bytes / 1e6:,.1f} MB"),
+            ("peak extra memory", f"{self.peak_extra_bytes / 1e6:,.1f} MB"),
+            *((f"skipped: {path}", reason) for path, reason in self.skipped.items()),
+        ]
+        return Table(("epoch_moe.patch", ""), tuple(rows))._repr_html_()
 
 
 @dataclass

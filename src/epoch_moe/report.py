@@ -1,4 +1,4 @@
-"""Counters as numbers, ratios and text: what a decode computed, and what a plan saved.
+"""Counters as numbers, ratios, text and a picture: what a decode computed, and what a plan saved.
 
 The FLOP formula (multiply-adds count as two, norms and activations not at all), summed over a decode:
 
@@ -15,13 +15,25 @@ expert, V vocabulary; `rows`, `pairs` and so on are the fields of `epoch_moe.pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epoch_moe.models.sizes import ModelSizes
-from epoch_moe.plan.counters import Work
+from epoch_moe.plan.counters import Counters, Work
+from epoch_moe.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COUNTS = ("forwards", "rows", "pairs", "active_experts", "weight_bytes", "lm_head_rows", "flops")
 """The counts that a comparison shows, in order."""
+
+_LABELS = {
+    "lm_head_rows": "LM head rows",
+    "flops": "FLOPs",
+    "experts_per_forward_and_layer": "experts per layer, fwd",
+    "support_size": "support size",
+    "coverage": "support coverage",
+}
 
 
 def flops(config: Any, work: Work) -> int:
@@ -48,11 +60,13 @@ def flops(config: Any, work: Work) -> int:
 def work_summary(config: Any, work: Work) -> dict[str, Any]:
     """The counts of one decode (`COUNTS`), with what describes its regime.
 
+    ``flops`` is None where the configuration is not one of this package's (released remote code).
     ``experts_per_forward_and_layer`` is the mean number of distinct experts that one MoE layer touches in a forward.
     """
     layer_visits = max(work.forwards * len(work.per_layer), 1)
     numbers = work.as_dict()
-    summary = {name: flops(config, work) if name == "flops" else numbers[name] for name in COUNTS}
+    numbers["flops"] = flops(config, work) if hasattr(config, "sizes") else None
+    summary = {name: numbers[name] for name in COUNTS}
     summary["forward_rows"] = work.forward_rows
     summary["attention_pairs"] = work.attention_pairs
     summary["experts_per_forward_and_layer"] = work.active_experts / layer_visits
@@ -68,33 +82,86 @@ def ratios(
     return {name: plan[name] / dense[name] if dense[name] else None for name in names}
 
 
+def work_table(config: Any, works: Mapping[str, Work]) -> Table:
+    """The counts of several decodes side by side, each but the first also as a multiple of the first.
+
+    Args:
+        config: the model's configuration.
+        works: title of a column -> ``out.counters.read()`` of a `generate` result; the first is what the others are
+            compared with.
+    """
+    if not works:
+        raise ValueError("work_table needs at least one decode, got none")
+    summaries = {title: work_summary(config, work) for title, work in works.items()}
+    first, *others = summaries
+    header = ["", first]
+    for title in others:
+        header += [title, f"{title} / {first}"]
+    compared = {title: ratios(summaries[first], summaries[title], COUNTS) for title in others}
+    rows = []
+    for name in (*COUNTS, "experts_per_forward_and_layer", "support_size", "coverage"):
+        row: list[Any] = [_label(name), summaries[first][name]]
+        for title in others:
+            row += [summaries[title][name], compared[title].get(name)]
+        rows.append(tuple(row))
+    for reason in sorted({reason for work in works.values() for reason in work.fallbacks}):
+        row = [f"fallbacks: {reason}", works[first].fallbacks.get(reason, 0)]
+        for title in others:
+            row += [works[title].fallbacks.get(reason, 0), None]
+        rows.append(tuple(row))
+    return Table(tuple(header), tuple(rows))
+
+
+def plan_figure(config: Any, counters: Counters, *, layer: int = 0, block: int = 0) -> Figure:
+    """A picture of one decode under a plan, in three panels.
+
+    Support size of each MoE layer; share of rows that were fresh (and that were live) in each forward; and which
+    experts one layer used in each forward of one block, which needs ``generate(..., record=True)``.
+
+    Args:
+        config: the model's configuration.
+        counters: ``out.counters`` of a `generate` result.
+        layer: MoE layer of the third panel, counted among the MoE layers; negative from the end.
+        block: block of the third panel, counted among those in ``counters.history``; negative from the end.
+
+    Returns:
+        A matplotlib figure that a notebook shows and ``figure.savefig("plan.png")`` writes; pyplot is not involved.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the decode had no plan.
+        IndexError: there is no such layer or block.
+    """
+    try:
+        from epoch_moe.figure import draw_plan
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ImportError("a figure needs matplotlib: pip install matplotlib, or epoch-moe with [plot]") from error
+    return draw_plan(config, counters, layer, block)
+
+
 def comparison_table(result: Mapping[str, Any]) -> str:
     """The text that `epoch-moe compare` prints for its result."""
     dense, plan = result["dense"], result["plan"]
-    lines = [f"{'':24}{'dense':>18}{'plan':>18}{'plan / dense':>14}"]
-
-    def row(name: str, left: str, right: str, ratio: float | None = None) -> None:
-        shown = "" if ratio is None else f"{ratio:.3f}"
-        lines.append(f"{name:24}{left:>18}{right:>18}{shown:>14}")
-
-    row("exactly right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}")
-    for name in COUNTS:
-        row(name.replace("_", " "), f"{dense[name]:,}", f"{plan[name]:,}", result["ratios"][name])
-    row("seconds (CPU)" if result["versions"]["device"] == "cpu" else "seconds",
-        f"{dense['seconds']:.2f}", f"{plan['seconds']:.2f}", result["ratios"]["seconds"])  # fmt: skip
-    for name, label in (
-        ("tokens_per_forward", "tokens per forward"),
-        ("experts_per_forward_and_layer", "experts per layer, fwd"),
-    ):
-        row(label, f"{dense[name]:.2f}", f"{plan[name]:.2f}")
+    rows: list[tuple[Any, ...]] = [("exactly right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}", None)]
+    rows += [(_label(name), dense[name], plan[name], result["ratios"][name]) for name in COUNTS]
+    seconds = "seconds (CPU)" if result["versions"]["device"] == "cpu" else "seconds"
+    rows.append((seconds, f"{dense['seconds']:.2f}", f"{plan['seconds']:.2f}", result["ratios"]["seconds"]))
+    for name in ("tokens_per_forward", "experts_per_forward_and_layer"):
+        rows.append((_label(name), f"{dense[name]:.2f}", f"{plan[name]:.2f}", None))
     if plan["support_size"] is not None:
-        row("support size", "", f"{plan['support_size']:.1f}")
-        row("support coverage", "", f"{plan['coverage']:.3f}")
-    lines.append("")
-    lines.append(
+        rows.append((_label("support_size"), None, plan["support_size"], None))
+        rows.append((_label("coverage"), None, plan["coverage"], None))
+    table = Table(("", "dense", "plan", "plan / dense"), tuple(rows))
+    agreement = (
         f"same text as dense: {result['agreement']:.1%} of {result['problems']} problems; "
         f"same tokens: {result['token_agreement']:.2%}"
     )
-    fallbacks = result["fallbacks"]
-    lines.append("fallbacks: " + (", ".join(f"{k} {v}" for k, v in sorted(fallbacks.items())) or "none"))
-    return "\n".join(lines)
+    fallbacks = ", ".join(f"{reason} {count}" for reason, count in sorted(result["fallbacks"].items()))
+    return f"{table}\n\n{agreement}\nfallbacks: {fallbacks or 'none'}"
+
+
+def _label(name: str) -> str:
+    """What tables call a count."""
+    return _LABELS.get(name, name.replace("_", " "))

@@ -54,6 +54,7 @@ def generate(
     streamer: Any = None,
     progress: bool = False,
     generator: torch.Generator | None = None,
+    record: bool = False,
     prefill_chunk: int = 2048,
 ) -> BlockDiffusionOutput:
     """Generate answers by block diffusion.
@@ -85,6 +86,7 @@ def generate(
         progress: show a progress bar over blocks.
         generator: source of randomness for temperature > 0, on the model's device. In a batch, the draws of a sequence
             depend on its batch mates.
+        record: also keep which experts every forward used, for `epoch_moe.report.plan_figure`; costs memory.
         prefill_chunk: prompt positions per forward: longer prompts are written to the cache in chunks of whole blocks.
 
     Returns:
@@ -124,7 +126,7 @@ def generate(
             f"torch.Generator(device={device.type!r})"
         )
     canvas = Canvas(prompts, settings, device)
-    loop = _BlockLoop(base, head, open_context(model, plan), canvas, settings, use_cache, generator)
+    loop = _BlockLoop(base, head, open_context(model, plan, record=record), canvas, settings, use_cache, generator)
     try:
         if streamer is not None:
             streamer.put(prompts[0].cpu().unsqueeze(0))

@@ -21,6 +21,7 @@ from torch import Tensor
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.recorder import ExpertRecorder
 
 LmHeadRows = Literal["live", "block"]
 
@@ -130,6 +131,7 @@ class BlockPlanContext:
     Args:
         patched: what `epoch_moe.patch` left on the model (``model._epoch_moe``).
         config: the plan's configuration; None = no plan, work is counted only.
+        record: also keep which experts each forward used (``counters.recorder``), for `epoch_moe.report.plan_figure`.
 
     Attributes:
         counters: work so far; ``counters.read()`` gives the numbers.
@@ -145,10 +147,12 @@ class BlockPlanContext:
                 ...
     """
 
-    def __init__(self, patched: Patched, config: EpochConfig | None):
+    def __init__(self, patched: Patched, config: EpochConfig | None, record: bool = False):
         self._patched, self.config = patched, config
         bytes_per_expert = patched.bytes_per_expert()
         self.counters = Counters(len(bytes_per_expert), bytes_per_expert)
+        if record:
+            self.counters.recorder = ExpertRecorder(self.counters.num_layers)
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
         self._plan: BlockPlan | None = None
         self._open = False
@@ -233,6 +237,8 @@ class BlockPlanContext:
                 ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
             )
             valid_rows = forward.rows.num_rows
+        if self.counters.recorder is not None:
+            self.counters.recorder.begin_forward()
         try:
             with self._patched.slot.activate(forward):
                 yield
@@ -242,7 +248,7 @@ class BlockPlanContext:
         self.counters.add_forward(valid_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
-            self.counters.history.append(
+            self.counters.add_history(
                 {
                     "forward": forward.number,
                     "rows": valid_rows,
@@ -351,13 +357,14 @@ class UntrackedContext:
 
 
 def open_context(
-    model: Any, plan: EpochConfig | Literal["patched"] | None = "patched"
+    model: Any, plan: EpochConfig | Literal["patched"] | None = "patched", *, record: bool = False
 ) -> BlockPlanContext | UntrackedContext:
     """The context for one decode on ``model``.
 
     Args:
         model: patched or not.
         plan: a configuration for this decode; ``"patched"``: the one given to `epoch_moe.patch`; None: no plan.
+        record: keep which experts each forward used, see `BlockPlanContext`; needs a plan.
     """
     patched: Patched | None = getattr(model, "_epoch_moe", None)
     if plan is not None and plan != "patched" and not isinstance(plan, EpochConfig):
@@ -365,5 +372,10 @@ def open_context(
     if patched is None:
         if isinstance(plan, EpochConfig):
             raise ValueError("a plan needs patched MoE layers: call epoch_moe.patch(model) first")
+        if record:
+            raise ValueError("record=True needs patched MoE layers: call epoch_moe.patch(model) first")
         return UntrackedContext()
-    return BlockPlanContext(patched, patched.config if plan == "patched" else plan)
+    config = patched.config if plan == "patched" else plan
+    if record and config is None:
+        raise ValueError("record=True records a block plan, and this decode has none: pass plan=EpochConfig(...)")
+    return BlockPlanContext(patched, config, record)

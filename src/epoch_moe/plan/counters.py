@@ -6,12 +6,14 @@ Shape suffixes: L MoE layers, E experts, G supports, R fresh rows.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from epoch_moe.plan.recorder import HISTORY_LENGTH, ExpertRecorder
 
 _INTEGERS = ("pairs", "active_experts", "support_experts", "supports")
 _FLOATS = ("covered_weight", "natural_weight")
@@ -140,7 +142,9 @@ class Counters:
     Attributes:
         num_layers: L.
         bytes_per_expert: routed-expert weight bytes of one expert, per layer.
-        history: one entry per forward under a plan: its number in the block, valid rows, fresh rows, live rows.
+        history: one entry per forward under a plan, the latest `HISTORY_LENGTH` of them: its number in the block,
+            valid rows, fresh rows, live rows.
+        recorder: which experts the forwards of `history` used; None = not recorded.
     """
 
     num_layers: int
@@ -152,7 +156,8 @@ class Counters:
     lm_head_rows: int = 0
     rows_L: list[int] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    history: list[dict[str, int]] = field(default_factory=list)
+    history: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
+    recorder: ExpertRecorder | None = None
     _integers: dict[torch.device, Tensor] = field(default_factory=dict)
     _floats: dict[torch.device, Tensor] = field(default_factory=dict)
     _shortfalls: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -166,12 +171,20 @@ class Counters:
         self.forward_rows += valid_rows
         self.dense_rows += valid_rows * self.num_layers
 
+    def add_history(self, entry: dict[str, int]) -> None:
+        """What one finished forward under a plan did."""
+        self.history.append(entry)
+        if self.recorder is not None:
+            self.recorder.end_forward()
+
     def add_layer(self, layer: int, rows: int, counts_E: Tensor) -> None:
         """One layer's routed work: fresh rows (host) and pairs per expert (device)."""
         self.rows_L[layer] += rows
         totals = self._of(self._integers, counts_E.device, len(_INTEGERS), torch.int64)
         totals[layer, 0] += counts_E.sum()
         totals[layer, 1] += (counts_E > 0).sum()
+        if self.recorder is not None:
+            self.recorder.add_layer(layer, counts_E)
 
     def add_support(
         self,
@@ -186,6 +199,8 @@ class Counters:
         totals = self._of(self._integers, support_GE.device, len(_INTEGERS), torch.int64)
         totals[layer, 2] += (support_GE & used_G.unsqueeze(1)).sum()
         totals[layer, 3] += used_G.sum()
+        if self.recorder is not None:
+            self.recorder.add_support(layer, support_GE, used_G)
         if short_G is not None:
             self._of(self._shortfalls, short_G.device, 1, torch.int64)[layer, 0] += short_G.sum()
         weights = self._of(self._floats, support_GE.device, len(_FLOATS), torch.float64)

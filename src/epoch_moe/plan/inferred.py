@@ -27,9 +27,6 @@ from epoch_moe.plan.context import BlockPlanContext, Patched, PlanSlot
 from epoch_moe.plan.counters import Counters, Work
 from epoch_moe.plan.transitions import Decision, Hints, Seen, Tracker
 
-HISTORY = 256
-"""Entries of a thread's forward-by-forward history that are kept."""
-
 _IGNORED = frozenset(
     ["use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"]
 )
@@ -99,7 +96,6 @@ class _Thread:
             return
         if not failed:
             running.__exit__(None, None, None)
-            del self.counters.history[:-HISTORY]
             return
         try:
             error = ForwardFailed()
