@@ -41,8 +41,8 @@ def golden_run() -> Callable[[str, int], tuple[dict[str, Any], dict[str, Tensor]
 
     def read(folder: str, run: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         about = json.loads((GOLDEN / folder / f"generate{run}.json").read_text())
-        names = ("gen_length", "block_length", "threshold", "temperature", "steps")
-        arguments = {name: about[name] for name in names}
+        special = ("what", "eos_id", "mask_id")
+        arguments = {name: value for name, value in about.items() if name not in special}
         arguments |= {"eos_token_id": about["eos_id"], "mask_token_id": about["mask_id"]}
         return arguments, load_file(GOLDEN / folder / f"generate{run}.safetensors")
 

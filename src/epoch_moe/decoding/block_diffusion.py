@@ -1,8 +1,9 @@
-"""`generate`: block diffusion, as the released LLaDA2.0 loop decodes, with a K/V cache and batches.
+"""`generate`: block diffusion, as the released LLaDA2.x loops decode, with a K/V cache and batches.
 
 A block of positions starts as masks. Every iteration runs the model once over the block, samples a token for every
-live row (MASK now), and commits the confident ones; committed tokens never change. When no mask is left, the next block
-starts, until an answer holds an end id or is long enough.
+live row, and lets a *rule* (`epoch_moe.decoding.rules`) decide what is written: the confident masks, and, where editing
+is on, tokens over tokens. When the rule is done with the block, the next one starts, until an answer holds an end id or
+is long enough.
 
 With the K/V cache, an iteration's forward holds the block's rows only. The first forward of a block holds in front of
 them, as *lead* rows, what became final since (the prompt's whole blocks; later the finished block): the block-causal
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.decoding.canvas import Canvas, PromptIds, check_prompts, read_prompts
-from epoch_moe.decoding.commit import choose_rows
+from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.sampling import sample_tokens
+from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
@@ -41,7 +42,10 @@ def generate(
     gen_length: int = 256,
     block_length: int = 32,
     steps: int = 32,
-    threshold: float = 0.95,
+    threshold: float | None = None,
+    editing_threshold: float | None = None,
+    max_post_steps: int = 16,
+    num_to_transfer: int = 1,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -67,13 +71,24 @@ def generate(
         gen_length: tokens to generate at most. Below `steps` it lowers `steps` as well (see `minimal_topk`), as in the
             released loop, and with them the tokens.
         block_length: positions of a block.
-        steps: iterations per block at most; an iteration commits at least ``block_length / steps`` rows.
-        threshold: every row whose token has a higher probability is committed.
+        steps: iterations per block at most; an iteration commits at least ``block_length / steps`` rows. With editing,
+            see `num_to_transfer`.
+        threshold: every mask whose token has a higher probability is filled. None: 0.95, and 0.5 for LLaDA2.2 with
+            editing.
+        editing_threshold: a committed token is replaced where another one has a higher probability than this. None:
+            committed tokens stay, as LLaDA2.0 decodes. LLaDA2.1 was released with 0.9 (its card names 0.5 and 0.0 for
+            quality and speed), LLaDA2.2 with 0.0. A model whose config has `delete_token_id` and `split_token_id`
+            (LLaDA2.2) also deletes and inserts tokens then. Editing costs: every row of the block behind the prompt
+            may change until the block is done, so a plan and the LM head treat all of them as live.
+        max_post_steps: with editing, iterations that may follow when a block's last mask is filled.
+        num_to_transfer: with LLaDA2.1's editing, masks that an iteration fills at least; `steps` is then ignored, as in
+            the released loop. LLaDA2.2 spreads a block's masks over `steps` instead.
         temperature: 0 decodes greedily.
         top_k: sample among this many most probable tokens (temperature > 0).
         top_p: sample inside this probability mass (temperature > 0).
         eos_early_stop: stop within a block when an end id was just committed and no mask is left before it. Without
-            it, the block that holds the end id is completed first; the answer is the same.
+            it, the block that holds the end id is completed first; the answer is the same. With editing, blocks are
+            always completed.
         minimal_topk: caps `steps` at ``gen_length // minimal_topk``.
         eos_token_id: end id or ids; default: the config's.
         mask_token_id: id of undecoded positions; default: the config's.
@@ -106,6 +121,9 @@ def generate(
         block_length=block_length,
         steps=steps,
         threshold=threshold,
+        editing_threshold=editing_threshold,
+        max_post_steps=max_post_steps,
+        num_to_transfer=num_to_transfer,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -164,7 +182,6 @@ class _BlockLoop:
         self.cache: BlockKVCache | None = None
         if use_cache:
             self.cache = BlockKVCache(base.config.num_hidden_layers, canvas.ids_BW.shape[1])  # type: ignore[union-attr]
-        self.eos_ids = torch.tensor(settings.eos_ids, device=canvas.ids_BW.device)
         self.log = AnswerLog(canvas.batch, settings.gen_length, settings.eos_ids)
         self.numbers = list(range(canvas.batch))  # which answer each row of the (shrinking) batch belongs to
         self.forwards = self.prefill_forwards = 0
@@ -183,68 +200,70 @@ class _BlockLoop:
                     break
 
     def decode_block(self, begin: int, end: int) -> None:
-        """Iterate over the block in slots ``begin:end`` until no sequence has a live row there."""
+        """Iterate over the block in slots ``begin:end`` until its rule is done with every sequence."""
         first = self.prefill(begin) if self.cache is not None else 0
         batch, block = self.canvas.batch, end - begin
         window = end if self.cache is None else block
+        rule = make_rule(self.settings, self.canvas, begin, end, self.generator)
         left = self.canvas.undecoded(begin, end)
         left_B1 = torch.tensor(left, device=self.canvas.ids_BW.device).unsqueeze(1)
+        moved_B1: Tensor | None = None
         bias, bias_begin = None, -1
         with self.context.block(batch=batch, window=window, prefix=window - block, prefix_constant=True):
-            for need in self.settings.schedule:
-                if not any(left):
-                    break
+            while any(left):
                 if first != bias_begin:
                     bias, bias_begin = self.attention_bias(first, end), first
-                left_B1 = self.iterate(first, begin, end, need, left, left_B1, bias)
+                left_B1, moved_B1 = self.iterate(rule, first, left, left_B1, moved_B1, bias)
                 left = left_B1.flatten().tolist()  # this loop's only host sync (a plan has its own)
                 if self.cache is not None and first < begin:
                     self.cache.commit(begin - first)
                     first = begin
 
     def iterate(
-        self, first: int, begin: int, end: int, need: int, left: list[int], left_B1: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """One forward over slots ``first:end``, and the tokens it commits to the block ``begin:end``.
+        self,
+        rule: BlockRule,
+        first: int,
+        left: list[int],
+        left_B1: Tensor,
+        moved_B1: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward over the slots from ``first`` to the end of the rule's block, and what the rule makes of it.
 
         Args:
+            rule: of the block.
             first: the forward's first slot.
-            begin: the block's first slot.
-            end: the slot behind the block.
-            need: rows that the schedule wants committed.
             left: live rows of each sequence, 0 for those that are done with this block.
             left_B1: the same on the device.
+            moved_B1: bool, sequences whose tokens moved to other rows in the last iteration; None: no sequence.
             bias: the attention mask.
 
         Returns:
-            ``[B,1]`` live rows of each sequence after the iteration.
+            `left_B1` and `moved_B1` after the iteration.
         """
-        canvas, block = self.canvas, end - begin
+        canvas, begin, end = self.canvas, rule.begin, rule.end
+        block = end - begin
         ids_BS = canvas.ids_BW[:, first:end].clone()  # a snapshot: the plan compares the ids of consecutive forwards
-        lead = begin - first if self.cache is not None else 0
-        live_BN = (ids_BS[:, -block:] == self.settings.mask_id) & (left_B1 > 0)
+        ids_BN = ids_BS[:, -block:]
+        before = ids_BS.shape[1] - block
+        lead = before if self.cache is not None else 0
+        live_BN = rule.live(ids_BN, left_B1)
+        # A row that holds another row's token now: what is cached for it says nothing, whatever its own token is.
+        changed_BN = None if moved_B1 is None else moved_B1.expand_as(live_BN)
         with self.context.iteration(
-            ids_BS, mask_id=self.settings.mask_id, valid_BS=self.valid(first, begin, end, left, left_B1), lead=lead
+            ids_BS,
+            mask_id=self.settings.mask_id,
+            valid_BS=self.valid(first, begin, end, left, left_B1),
+            lead=lead,
+            live_BN=_behind(live_BN, before - lead),
+            changed_BN=None if changed_BN is None else _behind(changed_BN, before - lead),
         ):
             hidden_BSH = self.forward(ids_BS, first, bias)
         self.forwards += 1
-        logits_RV, rows_R = self.live_logits(hidden_BSH[:, -block:], live_BN, left)
-        tokens_R, confidence_R = sample_tokens(
-            logits_RV, self.settings.temperature, self.settings.top_k, self.settings.top_p, self.generator
-        )
-        ids_BN = ids_BS[:, -block:]
-        tokens_BN = ids_BN.flatten().index_copy(0, rows_R, tokens_R.to(rows_R.device)).view_as(ids_BN)
-        confidence_BN = torch.ones(ids_BN.shape, device=rows_R.device)  # what is decoded is decided
-        confidence_BN.view(-1).index_copy_(0, rows_R, confidence_R.to(rows_R.device))
-        chosen_BN = choose_rows(confidence_BN, live_BN, need, self.settings.threshold)
-        canvas.ids_BW[:, begin:end] = torch.where(chosen_BN, tokens_BN, ids_BN)
-        before = ids_BS.shape[1] - block
-        self.context.end_iteration(nn.functional.pad(confidence_BN, (before, 0), value=1.0))
-        left_B1 = (live_BN & (canvas.ids_BW[:, begin:end] == self.settings.mask_id)).sum(dim=1, keepdim=True)
-        if self.settings.eos_early_stop:
-            ended_B1 = self.ended(begin, end, chosen_BN)
-            left_B1 = left_B1.masked_fill(ended_B1, 0)
-        return left_B1
+        decision = rule.commit(ids_BN, live_BN, *self.live_logits(hidden_BSH[:, -block:], live_BN, left))
+        canvas.ids_BW[:, begin:end] = decision.ids_BN
+        self.context.end_iteration(nn.functional.pad(decision.confidence_BN, (before, 0), value=1.0))
+        return decision.left_B1, decision.moved_B1
 
     def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
         """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""
@@ -261,15 +280,6 @@ class _BlockLoop:
         logits_TV = self.head(hidden_TH[busy_T.to(hidden_TH.device)])
         self.context.count_lm_head(busy_rows)
         return logits_TV[_true_places(live_BN.flatten()[busy_T], live_rows).to(logits_TV.device)].float(), rows_R
-
-    def ended(self, begin: int, end: int, chosen_BN: Tensor) -> Tensor:
-        """``[B,1]`` bool: an end id was just committed, and the answer has one without masks before it."""
-        answer_BW = self.canvas.answer(0, end)
-        ids_BW = self.canvas.ids_BW[:, :end]
-        is_end_BW = torch.isin(ids_BW, self.eos_ids) & answer_BW
-        masks_before_BW = ((ids_BW == self.settings.mask_id) & answer_BW).cumsum(dim=1)
-        just_B1 = (is_end_BW[:, begin:] & chosen_BN).any(dim=1, keepdim=True)
-        return just_B1 & (is_end_BW & (masks_before_BW == 0)).any(dim=1, keepdim=True)
 
     def close_block(self, begin: int, end: int, streamer: Any) -> None:
         """Log the block's tokens, stream them, and drop the sequences whose answer is complete."""
@@ -335,6 +345,22 @@ class _BlockLoop:
             return None
         in_block_S = self.canvas.slots(first, end) >= begin
         return self.canvas.real(first, end) & ~(in_block_S & (left_B1 == 0))
+
+
+def make_rule(
+    settings: BlockDiffusionSettings, canvas: Canvas, begin: int, end: int, generator: torch.Generator | None
+) -> BlockRule:
+    """The rule of the block in slots ``begin:end``: LLaDA2.0's without editing, else LLaDA2.1's or LLaDA2.2's."""
+    if settings.editing_threshold is None:
+        return UnmaskRule(settings, canvas, begin, end, generator)
+    if settings.delete_id is None:
+        return RewriteRule(settings, canvas, begin, end, generator)
+    return JointRule(settings, canvas, begin, end, generator)
+
+
+def _behind(mask_BN: Tensor, prefix: int) -> Tensor:
+    """A mask over the block as one over the window, whose first `prefix` rows lie before the block."""
+    return nn.functional.pad(mask_BN, (prefix, 0), value=False) if prefix else mask_BN
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -20,12 +20,16 @@ class BlockDiffusionSettings:
         mask_id: id of undecoded positions.
         eos_ids: ids that end an answer.
         pad_id: fills left padding and the tails of shorter answers.
+        delete_id, split_id: ids by which the model edits a block (LLaDA2.2); None where it does not.
     """
 
     gen_length: int
     block_length: int
     schedule: tuple[int, ...]
     threshold: float
+    editing_threshold: float | None
+    max_post_steps: int
+    num_to_transfer: int
     temperature: float
     top_k: int | None
     top_p: float | None
@@ -34,6 +38,8 @@ class BlockDiffusionSettings:
     mask_id: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    delete_id: int | None
+    split_id: int | None
 
 
 def check_settings(
@@ -43,7 +49,10 @@ def check_settings(
     gen_length: int,
     block_length: int,
     steps: int,
-    threshold: float,
+    threshold: float | None,
+    editing_threshold: float | None,
+    max_post_steps: int,
+    num_to_transfer: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
@@ -69,6 +78,19 @@ def check_settings(
             f"minimal_topk={minimal_topk} with gen_length={gen_length} leaves no iteration (steps are capped at "
             "gen_length // minimal_topk): lower minimal_topk to at most gen_length"
         )
+    num_to_transfer = _whole("num_to_transfer", num_to_transfer, "the masks that an iteration fills at least")
+    if _index("max_post_steps", max_post_steps) < 0:
+        raise ValueError(f"max_post_steps={max_post_steps}: expected 0 or the number of iterations after the last mask")
+    if editing_threshold is not None and not 0.0 <= editing_threshold <= 1.0:
+        raise ValueError(
+            f"editing_threshold={editing_threshold} is compared with a probability: expected None (committed tokens "
+            "stay) or a number from 0 (rewrite whenever another token is more probable) to 1 (never)"
+        )
+    delete_id = split_id = None
+    if editing_threshold is not None:
+        delete_id, split_id = _edit_ids(config, vocab_size)
+    if threshold is None:
+        threshold = 0.95 if delete_id is None else 0.5
     if not 0.0 <= threshold <= 1.0:
         raise ValueError(
             f"threshold={threshold} is compared with a probability: expected a number from 0 (commit every row at "
@@ -91,12 +113,20 @@ def check_settings(
     mask_id = _in_vocabulary("mask_token_id", _id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
     if not eos_ids or mask_id in eos_ids:
         raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
+    if delete_id is not None and len({delete_id, split_id, mask_id, *eos_ids}) < 3 + len(set(eos_ids)):
+        raise ValueError(
+            f"config.delete_token_id={delete_id}, config.split_token_id={split_id}, mask_token_id={mask_id} and "
+            f"eos_token_id={eos}: expected different ids"
+        )
     pad_id = getattr(config, "pad_token_id", None)
     return BlockDiffusionSettings(
         gen_length=gen_length,
         block_length=block_length,
         schedule=tuple(transfer_schedule(block_length, min(steps, gen_length // minimal_topk))),
         threshold=float(threshold),
+        editing_threshold=None if editing_threshold is None else float(editing_threshold),
+        max_post_steps=max_post_steps,
+        num_to_transfer=num_to_transfer,
         temperature=float(temperature),
         top_k=top_k,
         top_p=top_p,
@@ -105,7 +135,23 @@ def check_settings(
         mask_id=mask_id,
         eos_ids=eos_ids,
         pad_id=eos_ids[0] if pad_id is None else _in_vocabulary("config.pad_token_id", pad_id, vocab_size),
+        delete_id=delete_id,
+        split_id=split_id,
     )
+
+
+def _edit_ids(config: Any, vocab_size: int) -> tuple[int | None, int | None]:
+    """DELETE and SPLIT of a model that writes them (LLaDA2.2), else None."""
+    ids = [getattr(config, name, None) for name in ("delete_token_id", "split_token_id")]
+    if ids == [None, None]:
+        return None, None
+    if None in ids:
+        raise ValueError(
+            f"the config has delete_token_id={ids[0]} and split_token_id={ids[1]}: a model that edits by such ids has "
+            "both; set the missing one, or both to None"
+        )
+    delete_id = _in_vocabulary("config.delete_token_id", ids[0], vocab_size)
+    return delete_id, _in_vocabulary("config.split_token_id", ids[1], vocab_size)
 
 
 def _index(name: str, value: Any) -> int:
