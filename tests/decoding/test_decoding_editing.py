@@ -131,7 +131,7 @@ def test_every_row_behind_the_prompt_is_live(model, prompts, traced, monkeypatch
             return super().iteration(ids_BS, **kwargs)
 
     recorder, heads = Recorder(), []
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan: recorder)
+    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: heads.append(args[0].shape[0]))
     with traced(model) as calls:
         generate(model, prompts[:3], use_cache=use_cache, **ARGUMENTS)

@@ -207,7 +207,7 @@ def test_the_loop_says_what_moved(model, prompts, monkeypatch):
             yield
 
     recorder = Recorder()
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan: recorder)
+    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
     generate(model, prompts[:1], max_post_steps=3, **ARGUMENTS)
     moved = 0
     for (before, _), (after, changed) in pairwise(seen):
