@@ -21,6 +21,12 @@ def test_readme_example(capsys):
     assert "patched 3 MoE layers" in out and "3+6=9+5=14+4=18+2=20 so 20" in out
 
 
+def test_readme_figure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(python_block("README.md", 1), "README.md", "exec"), {})
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("text", ["work out 1+3+1+1+4+7-6:", "work out 2+3+9-9+8-3+3:"])
 def test_a_loop_of_one_s_own_gives_the_tokens_of_generate(text):
     source = python_block("docs/plans.md").replace("work out 1+3+1+1+4+7-6:", text)

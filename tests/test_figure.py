@@ -5,11 +5,17 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers import GOLDEN
 from test_report import CONFIG
 
+from epoch_moe import generate, load_model, patch
+from epoch_moe.decoding import generate_semi_autoregressive
 from epoch_moe.figure import PlanFigure
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import ExpertRecorder
@@ -58,6 +64,28 @@ def test_every_axis_is_labelled() -> None:
     figure = plan_figure(CONFIG, counters())
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels(figure).values())
     assert figure.axes[3].get_ylabel() == "rows computed by the expert"
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "options"),
+    [
+        ("llada2", generate, {"threshold": 1.0}),
+        ("llada_moe", generate_semi_autoregressive, {"steps": 16}),
+    ],
+)
+def test_every_loop_can_be_drawn(name: str, decode: Callable[..., Any], options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has no tokenizer files")
+        model, _ = load_model(GOLDEN / name)
+    patch(model)
+    out = decode(model, [[5, 9, 2, 77, 31]], gen_length=16, block_length=8, eos_token_id=1, record=True, **options)
+    figure = plan_figure(model.config, out.counters, block=1)
+    history = list(out.counters.history)
+    begin = [place for place, entry in enumerate(history) if entry["forward"] == 0][1]
+    end = next((p for p in range(begin + 1, len(history)) if history[p]["forward"] == 0), len(history))
+    used = figure.axes[2].images[1].get_array().filled(0)
+    top_k = model.config.num_experts_per_tok
+    assert used.sum(axis=0).tolist() == [top_k * entry["fresh"] for entry in history[begin:end]]
 
 
 def test_what_was_not_recorded_or_restricted_is_said() -> None:

@@ -79,6 +79,7 @@ def generate_semi_autoregressive(
     streamer: Any = None,
     progress: bool = False,
     generator: torch.Generator | None = None,
+    record: bool = False,
 ) -> BlockDiffusionOutput:
     """Generate answers on a fixed canvas, as the loop released with LLaDA does (ML-GSAI/LLaDA, generate.py).
 
@@ -105,6 +106,7 @@ def generate_semi_autoregressive(
         progress: show a progress bar over blocks.
         generator: source of randomness, on the model's device. Noise is drawn for live rows only, so the draws differ
             from the released loop's.
+        record: also keep which experts every forward used, for `epoch_moe.report.plan_figure`; costs memory.
 
     Returns:
         The answers and their costs. Steps that would commit nothing run no forward.
@@ -149,7 +151,7 @@ def generate_semi_autoregressive(
             f"the generator is on {generator.device}, the model on {device}: make it with "
             f"torch.Generator(device={device.type!r})"
         )
-    loop = _CanvasLoop(base, head, open_context(model, plan), prompts, settings, device, generator)
+    loop = _CanvasLoop(base, head, open_context(model, plan, record=record), prompts, settings, device, generator)
     try:
         if streamer is not None:
             streamer.put(prompts[0].cpu().unsqueeze(0))
