@@ -4,10 +4,16 @@ Shape suffixes: R rows, K top-k, P pairs, H hidden, F expert inner size, E exper
 
 Two ways to multiply the segments, chosen by `pick_backend`: `torch.nn.functional.grouped_mm` where it fits, and a
 loop over the experts that have pairs elsewhere. Both read the weights of active experts only.
+
+With a `workspace` the pairs go through in runs of consecutive experts. An expert's segment is never cut, so the matrix
+products are the same ones, and so is every bit of the result where rows are multiples of 64 bytes (as in every released
+model): a product's last bits may depend on the alignment of its operands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.experts.reference import experts_reference
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.worklist import Worklist, build_worklist, combine
 
 Backend = Literal["auto", "grouped", "loop", "reference"]
 BACKENDS: tuple[Backend, ...] = ("auto", "grouped", "loop", "reference")
 
 
-def supports_grouped_mm(stacked: Stacked) -> tuple[bool, str]:
+def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     """Whether `torch.nn.functional.grouped_mm` takes these weights, and if not, why.
 
     Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA); row strides must be a multiple of
@@ -30,18 +36,22 @@ def supports_grouped_mm(stacked: Stacked) -> tuple[bool, str]:
     """
     if not hasattr(F, "grouped_mm"):
         return False, f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
-    weight = stacked.gate_up_E2FH
+    weight = stacked.down_EHF
     if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
         return False, f"grouped_mm on CUDA takes bfloat16, the experts are {weight.dtype}"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False, f"grouped_mm takes float32, bfloat16 or float16, the experts are {weight.dtype}"
-    for name, size in (("hidden size", weight.shape[2]), ("expert inner size", stacked.down_EHF.shape[2])):
+    for name, size in (("hidden size", weight.shape[1]), ("expert inner size", weight.shape[2])):
         if size * weight.element_size() % 16:
             return False, f"{name} {size} in {weight.dtype}: grouped_mm needs rows of a multiple of 16 bytes"
+    for view in (*stacked.projections, weight):
+        steps = (view.storage_offset(), *view.stride()[:2])
+        if view.stride(2) != 1 or any(step * view.element_size() % 16 for step in steps):
+            return False, f"weight strides {view.stride()}: grouped_mm needs contiguous rows at multiples of 16 bytes"
     return True, ""
 
 
-def pick_backend(requested: Backend, stacked: Stacked) -> Backend:
+def pick_backend(requested: Backend, stacked: Experts) -> Backend:
     """The backend that will run: ``"auto"`` resolved, an impossible request refused with the reason."""
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r}: expected one of {', '.join(map(repr, BACKENDS))}")
@@ -53,22 +63,29 @@ def pick_backend(requested: Backend, stacked: Stacked) -> Backend:
     return "grouped" if fits else "loop"
 
 
-def _segments_grouped(x_PH: Tensor, stacked: Stacked, worklist: Worklist) -> Tensor:
+def _swiglu(projected: list[Tensor], inner: int) -> Tensor:
+    """``silu(gate) * up`` of one fused product ``[P,2F]`` or two separate ones ``[P,F]``."""
+    gate_PF, up_PF = projected if len(projected) == 2 else projected[0].split(inner, dim=-1)
+    return F.silu(gate_PF) * up_PF
+
+
+def _segments_grouped(x_PH: Tensor, stacked: Experts, counts: list[int] | None, offsets_E: Tensor) -> Tensor:
     inner = stacked.down_EHF.shape[-1]
-    gate_up_P2F = F.grouped_mm(x_PH, stacked.gate_up_E2FH.transpose(1, 2), offs=worklist.offsets_E)
-    hidden_PF = F.silu(gate_up_P2F[:, :inner]) * gate_up_P2F[:, inner:]
-    return F.grouped_mm(hidden_PF, stacked.down_EHF.transpose(1, 2), offs=worklist.offsets_E)
+    projected = [F.grouped_mm(x_PH, weight.transpose(1, 2), offs=offsets_E) for weight in stacked.projections]
+    return F.grouped_mm(_swiglu(projected, inner), stacked.down_EHF.transpose(1, 2), offs=offsets_E)
 
 
-def _segments_loop(x_PH: Tensor, stacked: Stacked, worklist: Worklist) -> Tensor:
+def _segments_loop(x_PH: Tensor, stacked: Experts, counts: list[int] | None, offsets_E: Tensor) -> Tensor:
     inner = stacked.down_EHF.shape[-1]
     out_PH = torch.empty_like(x_PH)
     start = 0
-    for expert, count in enumerate(worklist.counts_E.tolist()):
+    if counts is None:
+        counts = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
+    for expert, count in enumerate(counts):
         if not count:
             continue
-        gate_up = F.linear(x_PH[start : start + count], stacked.gate_up_E2FH[expert])
-        hidden = F.silu(gate_up[:, :inner]) * gate_up[:, inner:]
+        rows = x_PH[start : start + count]
+        hidden = _swiglu([F.linear(rows, weight[expert]) for weight in stacked.projections], inner)
         out_PH[start : start + count] = F.linear(hidden, stacked.down_EHF[expert])
         start += count
     return out_PH
@@ -78,9 +95,10 @@ def run_experts(
     x_RH: Tensor,
     ids_RK: Tensor,
     weights_RK: Tensor,
-    stacked: Stacked,
+    stacked: Experts,
     backend: Backend,
     worklist: Worklist | None = None,
+    workspace: int | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: ``[R,H]`` in the dtype of ``x_RH``.
 
@@ -91,16 +109,72 @@ def run_experts(
         stacked: the layer's expert weights.
         backend: as `pick_backend` returned it.
         worklist: of ``ids_RK``, when the caller has it already.
+        workspace: bytes that intermediates may take beside the pairs' outputs ``[P,H]``, as far as single experts and
+            single rows fit; the same result. Reads the counts on the host; not differentiable. None = no limit.
     """
     if backend == "reference":
         return experts_reference(x_RH, ids_RK, weights_RK, stacked)
     if worklist is None:
         worklist = build_worklist(ids_RK, stacked.down_EHF.shape[0])
+    segments = _segments_grouped if backend == "grouped" else _segments_loop
+    if workspace is not None:
+        return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace)
     x_PH = x_RH[worklist.row_P]
     if x_PH.requires_grad:
         # The backward of a grouped product leaves the rows behind the last segment uninitialised. They belong to empty
         # pairs of real rows: this fill passes zeros back for them.
         behind_P = torch.arange(x_PH.shape[0], device=x_PH.device) >= worklist.offsets_E[-1]
         x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
-    segments = _segments_grouped if backend == "grouped" else _segments_loop
-    return combine(segments(x_PH, stacked, worklist), weights_RK, worklist, x_RH.dtype)
+    pairs_PH = segments(x_PH, stacked, None, worklist.offsets_E)
+    return combine(pairs_PH, weights_RK, worklist, x_RH.dtype)
+
+
+_Segments = Callable[[Tensor, Experts, "list[int] | None", Tensor], Tensor]
+
+
+def _in_runs(
+    x_RH: Tensor, weights_RK: Tensor, stacked: Experts, segments: _Segments, worklist: Worklist, workspace: int
+) -> Tensor:
+    """`run_experts` within a budget: experts in runs, then rows in runs."""
+    (num_rows, hidden), top_k, inner = x_RH.shape, weights_RK.shape[1], stacked.down_EHF.shape[-1]
+    pairs_PH = x_RH.new_empty(worklist.row_P.numel(), hidden)
+    # Of each pair: its input and output row, both projections, their activation and the product.
+    per_pair = (2 * hidden + 4 * inner) * x_RH.element_size()
+    start = 0
+    for first, counts in _runs(worklist.counts_E.tolist(), workspace // per_pair):
+        last, end = first + len(counts), start + sum(counts)
+        part = _Run(tuple(w[first:last] for w in stacked.projections), stacked.down_EHF[first:last])
+        offsets = worklist.offsets_E[first:last] - start
+        pairs_PH[start:end] = segments(x_RH[worklist.row_P[start:end]], part, counts, offsets)
+        start = end
+    # Of each pair: its gathered row, and that in fp32 three times (cast, filled, weighted).
+    per_row = top_k * hidden * (x_RH.element_size() + 12)
+    step = max(workspace // per_row, 1)
+    out_RH = torch.empty_like(x_RH)
+    for row in range(0, num_rows, step):
+        part_R = slice(row, row + step)
+        rows = replace(worklist, rank_RK=worklist.rank_RK[part_R], valid_RK=worklist.valid_RK[part_R])
+        out_RH[part_R] = combine(pairs_PH, weights_RK[part_R], rows, x_RH.dtype)
+    return out_RH
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive experts."""
+
+    projections: tuple[Tensor, ...]
+    down_EHF: Tensor
+
+
+def _runs(counts: list[int], most: int) -> list[tuple[int, list[int]]]:
+    """Consecutive experts with at most so many pairs together, or one alone: the first, and the counts of all."""
+    runs: list[tuple[int, list[int]]] = []
+    total = 0
+    for expert, count in enumerate(counts):
+        if runs and total + count <= most:
+            runs[-1][1].append(count)
+            total += count
+        else:
+            runs.append((expert, [count]))
+            total = count
+    return [(first, part) for first, part in runs if any(part)]

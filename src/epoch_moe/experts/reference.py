@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.views import Experts
 from epoch_moe.routing import NO_EXPERT
 
 
-def experts_reference(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -> Tensor:
+def experts_reference(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: Experts) -> Tensor:
     """Weighted sum of the chosen experts, row by row: ``[R,H]`` in the dtype of ``x_RH``.
 
     Each expert is ``down(silu(gate(x)) * up(x))`` in the model's dtype; the K outputs are weighted and summed in
     fp32 in slot order, then rounded once, as LLaDA2's ``moe_infer`` does.
     """
-    inner = stacked.down_EHF.shape[-1]
+    inner = experts.down_EHF.shape[-1]
     out_RH = torch.zeros(x_RH.shape, dtype=torch.float32, device=x_RH.device)
     for row, (ids, weights) in enumerate(zip(ids_RK.tolist(), weights_RK, strict=True)):
         for slot, expert in enumerate(ids):
             if expert == NO_EXPERT:
                 continue
-            gate_up = F.linear(x_RH[row], stacked.gate_up_E2FH[expert])
+            gate_up = torch.cat([F.linear(x_RH[row], weight[expert]) for weight in experts.projections])
             hidden = F.silu(gate_up[:inner]) * gate_up[inner:]
-            out_RH[row] += F.linear(hidden, stacked.down_EHF[expert]).float() * weights[slot].float()
+            out_RH[row] += F.linear(hidden, experts.down_EHF[expert]).float() * weights[slot].float()
     return out_RH.to(x_RH.dtype)

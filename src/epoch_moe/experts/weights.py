@@ -55,6 +55,11 @@ class Stacked:
     down_EHF: Tensor
 
     @property
+    def projections(self) -> tuple[Tensor, ...]:
+        """The one tensor that holds gate and up (see `epoch_moe.experts.views.Experts`)."""
+        return (self.gate_up_E2FH,)
+
+    @property
     def bytes_per_expert(self) -> int:
         """Bytes that one active expert makes a forward read."""
         per = self.gate_up_E2FH[0].numel() + self.down_EHF[0].numel()

@@ -15,19 +15,20 @@ def pick(x_TH: Tensor, rows: RowPlan) -> Tensor:
     return x_TH if rows.all_fresh else x_TH.index_select(0, rows.fresh_R)
 
 
-def restore(y_RH: Tensor, rows: RowPlan, cache_MH: Tensor) -> Tensor:
-    """Fresh outputs and cached ones in one dense shard ``[T,H]``; writes the cache.
+def restore(y_RH: Tensor, rows: RowPlan, cache_MH: Tensor, out_TH: Tensor | None = None) -> Tensor:
+    """Fresh outputs and cached ones in one dense shard ``[T,H]``, written to ``out_TH`` if given; writes the cache.
 
     Rows that are neither (padding, finished sequences) come out as zeros. The cache is read before it is written, and
     only at entries whose stamp the row plan has checked: what else lies in it (uninitialised memory) is never touched.
     """
     if rows.all_fresh:
-        out_TH = y_RH
+        out_TH = y_RH if out_TH is None else out_TH.copy_(y_RH)
     else:
-        num_rows = rows.batch * rows.seq_len
-        complete = rows.num_fresh + rows.reuse_dst.numel() == num_rows
-        shape = (num_rows, y_RH.shape[1])
-        out_TH = y_RH.new_empty(shape) if complete else y_RH.new_zeros(shape)
+        complete = rows.num_fresh + rows.reuse_dst.numel() == rows.total
+        if out_TH is None:
+            out_TH = y_RH.new_empty((rows.total, y_RH.shape[1]))
+        if not complete:
+            out_TH.zero_()
         out_TH.index_copy_(0, rows.fresh_R, y_RH)
         out_TH.index_copy_(0, rows.reuse_dst, cache_MH.index_select(0, rows.reuse_src))
     if rows.store_src.numel():

@@ -61,6 +61,16 @@ class RowPlan:
         """R."""
         return self.fresh_R.numel()
 
+    @property
+    def total(self) -> int:
+        """T."""
+        return self.batch * self.seq_len
+
+    @property
+    def place_R(self) -> Tensor:
+        """Where each fresh row lies in a grid of B x S places: sums over a sequence's rows go through that grid."""
+        return self.fresh_R
+
 
 @dataclass(frozen=True)
 class RowStates:

@@ -80,7 +80,7 @@ def route_fresh(
         state.support_GE = _compile(scores, spec, rows, config)
         return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
     if state.rebuild_G is not None:
-        rebuilt_GE = _compile(scores, spec, rows, config)
+        rebuilt_GE = _compile(scores, spec, rows, config, state.rebuild_G)
         state.support_GE = torch.where(state.rebuild_G.unsqueeze(1), rebuilt_GE, state.support_GE)
     if not config.restrict_new:
         state.support_GE = _join(state.support_GE, natural_RK, rows.joining_R, rows, config)
@@ -94,8 +94,10 @@ def _group_of(rows: RowPlan, config: EpochConfig) -> Tensor:
     return rows.sequence_R if config.support_scope == "sequence" else torch.zeros_like(rows.sequence_R)
 
 
-def _compile(scores: Scores, spec: RouterSpec, rows: RowPlan, config: EpochConfig) -> Tensor:
-    """Supports ``[G,E]`` from this forward's voting rows."""
+def _compile(
+    scores: Scores, spec: RouterSpec, rows: RowPlan, config: EpochConfig, only_G: Tensor | None = None
+) -> Tensor:
+    """Supports ``[G,E]`` from this forward's voting rows; those outside ``only_G`` come out without meaning."""
     assert config.coverage is not None
     num_experts, places = spec.num_experts, rows.batch * rows.block_len
     device = scores.selection_TE.device
@@ -104,7 +106,8 @@ def _compile(scores: Scores, spec: RouterSpec, rows: RowPlan, config: EpochConfi
     votes = torch.zeros(places, dtype=torch.bool, device=device)
     selection[rows.vote_dst] = scores.selection_TE[rows.vote_src]
     weights[rows.vote_dst] = scores.combine_TE[rows.vote_src]
-    votes[rows.vote_dst] = True
+    # Rows of supports that nobody asked for do not vote: filling their deficits would take rounds for nothing.
+    votes[rows.vote_dst] = True if only_G is None else only_G[_group_of(rows, config)[rows.vote_src]]
     groups = rows.batch if config.support_scope == "sequence" else 1
     return compile_support(
         selection.view(groups, -1, num_experts),
@@ -174,7 +177,9 @@ def _weight(scores: Scores, ids_RK: Tensor) -> Tensor:
 
 def _per_group(value_R: Tensor, rows: RowPlan, config: EpochConfig) -> Tensor:
     """Sum over the rows of each support: ``[G]``. Through a dense grid, so that the order of the sum is fixed."""
-    grid_T = torch.zeros(rows.batch * rows.seq_len, device=value_R.device, dtype=value_R.dtype)
-    grid_T[rows.fresh_R] = value_R
-    sums_B = grid_T.view(rows.batch, rows.seq_len).sum(dim=1)
+    places = rows.batch * rows.seq_len
+    # Behind the grid lies one more place, for rows of keyed plans that belong to no support.
+    grid = torch.zeros(places + 1, device=value_R.device, dtype=value_R.dtype)
+    grid[rows.place_R] = value_R
+    sums_B = grid[:places].view(rows.batch, rows.seq_len).sum(dim=1)
     return sums_B if config.support_scope == "sequence" else sums_B.sum(dim=0, keepdim=True)

@@ -1,0 +1,492 @@
+"""Row plans for batches whose rows come and go: a keyed store in place of one block's state.
+
+A serving stack's batch is a list of rows. Each belongs to a slot (where the engine keeps a request), a generation
+(which request: it changes when the slot is given away), a block of that request and a position inside the block's
+window. Requests are at different iterations of different blocks, some pause, some leave. The store keeps, per (slot,
+position) and layer, the routed output of a decoded row, and per slot and layer the expert support; everything is keyed,
+so nothing of another request or block is ever read.
+
+Shape suffixes: T rows of the forward, S slots, W window rows per slot, M = S x W cache entries, L MoE layers,
+E experts, R fresh rows, H hidden.
+
+All memory is allocated once, at addresses that never change. `decide` works on masks alone; `RowStore.fresh_rows` adds
+the one host sync of a forward, which turns them into index lists of known length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.liveness import NO_TOKEN, RowPlan
+from epoch_moe.plan.support import SupportState, uses_support
+from epoch_moe.routing import RouterSpec
+
+NO_SLOT = -1
+"""Slot of a padding row."""
+NO_STATE = -1
+"""Position of a row without state: prompt rows, and rows of a finished block whose K/V are written for good."""
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Which request's row each of the T rows is; all int64 ``[T]`` on the store's device.
+
+    Attributes:
+        slot_T: ``0..S-1``; `NO_SLOT` for padding.
+        generation_T: which request owns the slot: any number >= 0 that changes with the request.
+        block_T: which block of the request, >= 0.
+        position_T: ``0..W-1`` in that block's window; `NO_STATE` for a row that is always fresh, routes freely and is
+            never cached.
+    """
+
+    slot_T: Tensor
+    generation_T: Tensor
+    block_T: Tensor
+    position_T: Tensor
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """What happens to each of T rows, and which slots take part, without a look at any value.
+
+    Attributes:
+        valid_T: not padding.
+        fresh_T: goes through the routed experts.
+        reuse_T: takes its cached output.
+        stored_T: fresh, and its output is cached.
+        kept_T: its present cache entry stays usable.
+        restricted_T: fresh, and selects inside its slot's support.
+        joining_T: fresh, and its experts join the support.
+        vote_T: a live row; supports are compiled from these.
+        entry_T: int64, its cache entry; M where it has none.
+        active_S: slots with state that have rows here.
+        cold_S: those of them that are in the first forward of their block.
+        generation_S, block_S, forwards_S: int64, key and forward count of each slot, as of this forward.
+        reset_S: slots whose former entries are void: their key has changed.
+        trouble: bool ``[5]``, see `_TROUBLE`.
+    """
+
+    valid_T: Tensor
+    fresh_T: Tensor
+    reuse_T: Tensor
+    stored_T: Tensor
+    kept_T: Tensor
+    restricted_T: Tensor
+    joining_T: Tensor
+    vote_T: Tensor
+    entry_T: Tensor
+    active_S: Tensor
+    cold_S: Tensor
+    generation_S: Tensor
+    block_S: Tensor
+    forwards_S: Tensor
+    reset_S: Tensor
+    trouble: Tensor
+
+
+@dataclass(frozen=True)
+class KeyedRowPlan(RowPlan):
+    """A `RowPlan` over a keyed batch: its B is the number of slots, its S the window.
+
+    Attributes:
+        num_rows_total: T.
+        entry_R: int64, cache entry of each fresh row; M where it has none.
+    """
+
+    num_rows_total: int
+    entry_R: Tensor
+
+    @property
+    def total(self) -> int:
+        """T."""
+        return self.num_rows_total
+
+    @property
+    def place_R(self) -> Tensor:
+        """Places of the fresh rows in the grid of slots and window positions."""
+        return self.entry_R
+
+
+@dataclass(frozen=True)
+class FreshRows:
+    """One forward's decision, the same for all layers.
+
+    Attributes:
+        rows: index lists (`fresh_R`: the rows to compute) and host counts.
+        masks: the same as masks.
+        ids_T: int64, the tokens that outputs of this forward belong to.
+        rebuild_L: per layer, bool ``[S]``: slots that compile their support in this forward; None where none does.
+        number: of the forward, counted by the store.
+    """
+
+    rows: KeyedRowPlan
+    masks: RowMasks
+    ids_T: Tensor
+    rebuild_L: tuple[Tensor | None, ...]
+    number: int
+
+    @property
+    def num_fresh(self) -> int:
+        """R."""
+        return self.rows.num_fresh
+
+    def pick(self, x_TH: Tensor) -> Tensor:
+        """The fresh rows of ``[T,...]``, packed: ``[R,...]`` (the same tensor where all rows are fresh)."""
+        if x_TH.shape[0] != self.rows.total:
+            raise ValueError(f"{x_TH.shape[0]} rows: this forward was planned for {self.rows.total}")
+        return x_TH if self.rows.all_fresh else x_TH.index_select(0, self.rows.fresh_R)
+
+
+_TROUBLE = (
+    "a slot outside 0..{slots} (padding is -1)",
+    "a position outside 0..{window} (rows without state have -1)",
+    "two rows with the same slot and position",
+    "rows of one slot with different generations or blocks (rows of a finished block have position -1)",
+    "a generation or block below 0 on a row with state",
+)
+
+
+class RowStore:
+    """Supports and routed outputs of up to ``max_slots`` requests, for one model (or pipeline stage).
+
+    Args:
+        config: the plan's choices; ``support_scope="batch"`` for a single slot only.
+        router: the layers' router; not the block-pool kind (see `epoch_moe.functional.supports`).
+        num_layers: L.
+        max_slots: S.
+        window: W, rows per request that have state: the block length.
+        hidden_size: H.
+        dtype: of the layers' outputs.
+        device: of everything.
+        bytes_per_expert: weights of one expert, for the counters.
+
+    Attributes:
+        cache_LMH: routed outputs (uninitialised until written; read only under a matching key).
+        stamps_M: int64, the token that each entry was computed for.
+        support_LSE: bool, the supports.
+        counters: work so far.
+
+    One thread uses a store at a time.
+    """
+
+    def __init__(
+        self,
+        config: EpochConfig,
+        router: RouterSpec,
+        *,
+        num_layers: int,
+        max_slots: int,
+        window: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        bytes_per_expert: int = 0,
+    ):
+        for name, value in (
+            ("num_layers", num_layers), ("max_slots", max_slots), ("window", window), ("hidden_size", hidden_size),
+        ):  # fmt: skip
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+        if router.kind == "block_pool":
+            raise ValueError("router kind 'block_pool' needs the scores of whole routing blocks: see supports(router)")
+        if config.support_scope == "batch" and max_slots > 1:
+            raise ValueError(
+                f"support_scope='batch' with max_slots={max_slots}: requests that come and go form no batch to make "
+                "one support for; use support_scope='sequence'"
+            )
+        self.config, self.router = config, router
+        self.num_layers, self.max_slots, self.window = num_layers, max_slots, window
+        entries = max_slots * window
+        self.cache_LMH = torch.empty(num_layers, entries, hidden_size, dtype=dtype, device=device)
+        self.device = self.cache_LMH.device
+        # One entry more than there are: rows without state write there.
+        self._stamps = torch.full((entries + 1,), NO_TOKEN, device=self.device)
+        self._voided = torch.zeros(entries + 1, dtype=torch.bool, device=self.device)
+        self._generation_S = torch.full((max_slots,), -1, device=self.device)
+        self._block_S = torch.full((max_slots,), -1, device=self.device)
+        self._forwards_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+        experts = router.num_experts if uses_support(router, config) else 0
+        self.support_LSE = torch.ones(num_layers, max_slots, experts, dtype=torch.bool, device=self.device)
+        self._short_LS = torch.zeros(num_layers, max_slots, dtype=torch.bool, device=self.device)
+        self.counters = Counters(num_layers, [bytes_per_expert] * num_layers)
+        self._number = 0
+        self._open: FreshRows | None = None
+        self._restored: set[int] = set()
+
+    @property
+    def stamps_M(self) -> Tensor:
+        """int64, the token of each entry; `NO_TOKEN` where it holds nothing usable."""
+        return self._stamps[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the store."""
+        own = (self.cache_LMH, self._stamps, self._voided, self.support_LSE, self._short_LS)
+        return sum(t.numel() * t.element_size() for t in own) + 24 * self.max_slots
+
+    # ----------------------------------------------------------------------------------------------------- one forward
+
+    def fresh_rows(
+        self,
+        keys: RowKeys,
+        ids_T: Tensor,
+        live_T: Tensor,
+        *,
+        changed_T: Tensor | None = None,
+    ) -> FreshRows:
+        """Decide what the next forward computes. One host sync.
+
+        Args:
+            keys: of the forward's rows, in any order; each (slot, position) once.
+            ids_T: int64, token ids.
+            live_T: bool, rows whose logits can still change a decode decision (MASK now); never cached.
+            changed_T: bool, rows whose cached output must not be used although key and token fit.
+
+        A slot seen under another generation or block than last time starts anew: cold, nothing reused. A slot without
+        rows here keeps everything, its iteration count too. An entry of an active slot that this forward could not use
+        (other token, live, changed, row absent) is void from here on, whether the forward completes or not; so an
+        abandoned forward needs no cleaning up.
+
+        Raises:
+            ValueError: shapes or keys that cannot be; the store is as it was.
+        """
+        self._check(keys, ids_T, live_T, changed_T)
+        ids_T = ids_T.to(torch.int64, copy=True)
+        masks = decide(self, keys, ids_T, live_T, changed_T)
+        rebuild_LS = masks.cold_S | (self._short_LS & masks.active_S)
+        lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.vote_T)
+        counts = torch.stack([mask.sum() for mask in lists])
+        numbers = torch.cat((counts, masks.trouble.long(), rebuild_LS.any(dim=1).long())).tolist()
+        valid, fresh, reuse, stored, restricted, votes = numbers[: len(lists)]
+        self._refuse(numbers[len(lists) :][: len(_TROUBLE)])
+        rebuilds = numbers[len(lists) + len(_TROUBLE) :]
+
+        fresh_R = true_places(masks.fresh_T, fresh)
+        entry_R = masks.entry_T[fresh_R]
+        reuse_dst = true_places(masks.reuse_T, reuse)
+        store_src = true_places(masks.stored_T[fresh_R], stored)
+        vote_src = true_places(masks.vote_T[fresh_R], votes)
+        rows = KeyedRowPlan(
+            batch=self.max_slots,
+            seq_len=self.window,
+            fresh_R=fresh_R,
+            restricted_R=masks.restricted_T[fresh_R],
+            joining_R=masks.joining_T[fresh_R],
+            vote_src=vote_src,
+            vote_dst=entry_R[vote_src],
+            sequence_R=keys.slot_T[fresh_R],
+            store_src=store_src,
+            store_dst=entry_R[store_src],
+            reuse_src=masks.entry_T[reuse_dst],
+            reuse_dst=reuse_dst,
+            block_len=self.window,
+            num_rows=valid,
+            num_restricted=restricted,
+            all_fresh=fresh == ids_T.shape[0],
+            num_rows_total=ids_T.shape[0],
+            entry_R=entry_R,
+        )
+        self._adopt(masks, ids_T)
+        planned = uses_support(self.router, self.config)
+        rebuild_L = tuple(
+            mask if planned and any_slot else None for mask, any_slot in zip(rebuild_LS, rebuilds, strict=True)
+        )
+        self._number += 1
+        self._restored = set()
+        self._open = FreshRows(rows, masks, ids_T, rebuild_L, self._number)
+        return self._open
+
+    def _adopt(self, masks: RowMasks, ids_T: Tensor) -> None:
+        """Take over the keys of this forward, and void the entries that it could not use."""
+        active_M1 = torch.zeros_like(self._voided)
+        active_M1[:-1] = masks.active_S.repeat_interleave(self.window, output_size=active_M1.shape[0] - 1)
+        self._stamps.masked_fill_(active_M1, NO_TOKEN)
+        nowhere = self._stamps.shape[0] - 1
+        self._stamps[masks.entry_T.masked_fill(~masks.kept_T, nowhere)] = ids_T
+        self._stamps[nowhere] = NO_TOKEN
+        self._generation_S.copy_(masks.generation_S)
+        self._block_S.copy_(masks.block_S)
+        self._forwards_S.copy_(masks.forwards_S)
+        self._short_LS.masked_fill_(masks.reset_S, False)
+        self._voided.zero_()
+
+    def complete(self, fresh: FreshRows) -> None:
+        """End a forward in which every layer was restored: its outputs may be reused from now on. No sync.
+
+        Raises:
+            RuntimeError: a layer was left out, or ``fresh`` is not the forward under way. Nothing is recorded: the rows
+                that the forward would have cached stay fresh.
+        """
+        self.check_open(fresh)
+        missing = sorted(set(range(self.num_layers)) - self._restored)
+        if missing:
+            raise RuntimeError(
+                f"MoE layers {missing} of {self.num_layers} were not restored in this forward: call restore_rows for "
+                "every layer before complete, or drop the forward"
+            )
+        rows = fresh.rows
+        tokens = fresh.ids_T[rows.fresh_R[rows.store_src]]
+        self._stamps[rows.store_dst] = tokens.masked_fill(self._voided[rows.store_dst], NO_TOKEN)
+        self._forwards_S += fresh.masks.active_S
+        self.counters.add_forward(rows.num_rows)
+        self._open = None
+
+    def invalidate(
+        self, slots: Tensor | Sequence[int], positions: Tensor | Sequence[int] | None = None
+    ) -> None:
+        """Void what the store holds of some rows, also while a forward is under way. No sync for tensors.
+
+        Args:
+            slots: ``[N]``; -1 is ignored.
+            positions: ``[N]``, the rows (slot, position) whose outputs must not be reused. None: whole slots, which
+                then start anew with a cold pass.
+        """
+        slots_N = torch.as_tensor(slots, dtype=torch.int64, device=self.device).reshape(-1)
+        inside_N = (slots_N >= 0) & (slots_N < self.max_slots)
+        void_S = torch.zeros(self.max_slots + 1, dtype=torch.bool, device=self.device)
+        void = torch.zeros_like(self._voided)
+        if positions is None:
+            void_S[torch.where(inside_N, slots_N, self.max_slots)] = True
+            self._generation_S.masked_fill_(void_S[:-1], -1)
+            void[:-1] = void_S[:-1].repeat_interleave(self.window, output_size=void.shape[0] - 1)
+        else:
+            positions_N = torch.as_tensor(positions, dtype=torch.int64, device=self.device).reshape(-1)
+            if positions_N.shape != slots_N.shape:
+                raise ValueError(f"{slots_N.numel()} slots and {positions_N.numel()} positions: expected one of each")
+            inside_N = inside_N & (positions_N >= 0) & (positions_N < self.window)
+            nowhere = void.shape[0] - 1
+            void[torch.where(inside_N, slots_N * self.window + positions_N, nowhere)] = True
+        self._stamps.masked_fill_(void, NO_TOKEN)
+        self._voided |= void
+
+    # -------------------------------------------------------------------------------------------- what layers ask for
+
+    def check_open(self, fresh: FreshRows, layer: int | None = None) -> None:
+        """Refuse a decision that is not the last one, and a layer that does not exist."""
+        if self._open is not fresh:
+            raise RuntimeError(
+                f"these rows are of forward {fresh.number}, which is over or was replaced by a later fresh_rows (the "
+                f"store is at {self._number}): use the FreshRows of the forward under way"
+            )
+        if layer is not None and not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer={layer}: expected 0..{self.num_layers - 1}, the place among the MoE layers")
+
+    def support_state(self, layer: int, fresh: FreshRows) -> SupportState:
+        """The layer's supports for `route_fresh`; hand the result to `keep_support`."""
+        return SupportState(support_GE=self.support_LSE[layer], rebuild_G=fresh.rebuild_L[layer])
+
+    def keep_support(self, layer: int, fresh: FreshRows, state: SupportState) -> None:
+        """Write back what routing made of the supports; slots without rows here keep theirs."""
+        assert state.support_GE is not None
+        self.support_LSE[layer].copy_(state.support_GE)
+        short_S = torch.zeros_like(fresh.masks.active_S) if state.short_G is None else state.short_G
+        self._short_LS[layer].copy_(torch.where(fresh.masks.active_S, short_S, self._short_LS[layer]))
+
+    def mark_restored(self, layer: int) -> None:
+        """Note that the layer's cache reflects the forward under way."""
+        self._restored.add(layer)
+
+    # ---------------------------------------------------------------------------------------------------------- checks
+
+    def _check(self, keys: RowKeys, ids_T: Tensor, live_T: Tensor, changed_T: Tensor | None) -> None:
+        rows = ids_T.shape[0] if ids_T.dim() == 1 else -1
+        named = {"ids_T": ids_T, "live_T": live_T, **vars(keys)}
+        if changed_T is not None:
+            named["changed_T"] = changed_T
+        for name, tensor in named.items():
+            dtype = torch.bool if name in ("live_T", "changed_T") else torch.int64
+            if tensor.dim() != 1 or tensor.shape[0] != rows or tensor.dtype != dtype or tensor.device != self.device:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: expected {dtype} "
+                    f"[{'rows' if rows < 0 else rows}] on {self.device}"
+                )
+
+    def _refuse(self, flags: list[int]) -> None:
+        for flag, message in zip(flags, _TROUBLE, strict=True):
+            if flag:
+                raise ValueError(f"keys: {message.format(slots=self.max_slots - 1, window=self.window - 1)}")
+
+
+def decide(store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, changed_T: Tensor | None) -> RowMasks:
+    """What happens to each row, from keys, tokens and the store's state; reads no value on the host.
+
+    The rules are those of `epoch_moe.plan.liveness`, per slot: each slot has its own cold pass and its own refresh.
+    """
+    slots, window, interval = store.max_slots, store.window, store.config.refresh_interval
+    nowhere = slots * window
+    valid_T = keys.slot_T != NO_SLOT
+    inside_T = (keys.slot_T >= 0) & (keys.slot_T < slots)
+    placed_T = (keys.position_T >= 0) & (keys.position_T < window)
+    state_T = inside_T & placed_T
+    # Rows without state are sent to a slot and an entry behind the last ones.
+    slot_T = torch.where(state_T, keys.slot_T, slots)
+    entry_T = torch.where(state_T, keys.slot_T * window + keys.position_T, nowhere)
+
+    def per_slot(values_T: Tensor, fill: Tensor) -> Tensor:
+        return torch.cat((fill, fill[:1])).index_put((slot_T,), values_T)[:-1]
+
+    active_S = per_slot(state_T, torch.zeros_like(store._generation_S, dtype=torch.bool))
+    generation_S = per_slot(keys.generation_T, store._generation_S)
+    block_S = per_slot(keys.block_T, store._block_S)
+    reset_S = active_S & ((generation_S != store._generation_S) | (block_S != store._block_S))
+    forwards_S = store._forwards_S.masked_fill(reset_S, 0)
+    cold_S = active_S & (forwards_S == 0)
+    full_S = cold_S if interval is None else active_S & (forwards_S % interval == 0)
+
+    def of_slot(flags_S: Tensor) -> Tensor:
+        return torch.cat((flags_S, torch.zeros_like(flags_S[:1])))[slot_T]
+
+    stamp_T = store._stamps[entry_T]
+    live_T = live_T & state_T
+    cached_T = state_T & (stamp_T == ids_T) & (stamp_T != NO_TOKEN) & ~of_slot(reset_S)
+    if changed_T is not None:
+        cached_T = cached_T & ~changed_T
+    kept_T = cached_T & ~live_T
+    reuse_T = kept_T & ~of_slot(full_S)
+    fresh_T = valid_T & ~reuse_T
+    stored_T = fresh_T & state_T & ~live_T
+    warm_T = state_T & ~of_slot(cold_S)
+    restricted_T = fresh_T & warm_T & (state_T if store.config.restrict_new else live_T)
+
+    own_T = torch.stack((generation_S, block_S))
+    own_T = torch.cat((own_T, own_T[:, :1]), dim=1)[:, slot_T]
+    given_T = torch.stack((keys.generation_T, keys.block_T))
+    uses = torch.zeros(nowhere + 1, dtype=torch.int64, device=ids_T.device).scatter_add_(0, entry_T, state_T.long())
+    trouble = torch.stack(
+        (
+            (valid_T & ~inside_T).any(),
+            (inside_T & ~placed_T & (keys.position_T != NO_STATE)).any(),
+            (uses[:-1] > 1).any(),
+            (state_T & (own_T != given_T).any(dim=0)).any(),
+            (state_T & (given_T < 0).any(dim=0)).any(),
+        )
+    )
+    return RowMasks(
+        valid_T=valid_T,
+        fresh_T=fresh_T,
+        reuse_T=reuse_T,
+        stored_T=stored_T,
+        kept_T=kept_T,
+        restricted_T=restricted_T,
+        joining_T=stored_T & ~cached_T & warm_T & ~restricted_T,
+        vote_T=live_T,
+        entry_T=entry_T,
+        active_S=active_S,
+        cold_S=cold_S,
+        generation_S=generation_S,
+        block_S=block_S,
+        forwards_S=forwards_S,
+        reset_S=reset_S,
+        trouble=trouble,
+    )
+
+
+def true_places(mask_T: Tensor, count: int) -> Tensor:
+    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
+    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
