@@ -19,7 +19,9 @@ DEADLINE = 100.0
 """Seconds for one call of `run_ranks`, starting the processes included."""
 
 
-def _worker(rank: int, world: int, folder: str, collective_timeout: float, function: Any, args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, world: int, folder: str, collective_timeout: float, function: Any, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result: tuple[str, Any]

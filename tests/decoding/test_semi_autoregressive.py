@@ -266,6 +266,11 @@ def test_block_causal_models_are_sent_to_their_own_loop() -> None:
         generate_semi_autoregressive(model, [PROMPTS[0]])
 
 
+def test_the_other_loop_sends_canvas_models_here() -> None:
+    with pytest.raises(ValueError, match=r"LLaDAMoEModelLM.*epoch_moe\.generate_semi_autoregressive"):
+        epoch_moe.generate(model_of(), [PROMPTS[0]])
+
+
 def test_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="training mode"):
         generate_semi_autoregressive(model_of().train(), [PROMPTS[0]])

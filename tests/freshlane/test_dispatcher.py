@@ -122,9 +122,12 @@ def test_replicated_rows_against_brute_force() -> None:
 def unused_memory_is_not_read(rank: int) -> None:
     """Slots without a row hold zeros, not what lay there; NaN of other ranks' rows stays with them."""
     empty = torch.Tensor.new_empty
-    torch.Tensor.new_empty = lambda self, *a, **k: (  # type: ignore[method-assign]
-        empty(self, *a, **k).fill_(255 if self.dtype == torch.uint8 else float("nan") if self.is_floating_point() else -7)
-    )
+
+    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = 255 if self.dtype == torch.uint8 else float("nan") if self.is_floating_point() else -7
+        return empty(self, *args, **kwargs).fill_(value)
+
+    torch.Tensor.new_empty = poisoned  # type: ignore[method-assign]
     stacked = experts(8)
     for capacity in (None, 20):
         dispatcher = FreshLaneDispatcher(8, dist.group.WORLD, capacity=capacity)

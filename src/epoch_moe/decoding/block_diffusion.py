@@ -25,6 +25,7 @@ from epoch_moe.decoding.canvas import Canvas, PromptIds, check_prompts, read_pro
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
+from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar, true_places
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
@@ -111,8 +112,13 @@ def generate(
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
     """
-    base, head = _parts(model)
+    base, head = model_parts(model)
     config = model.config
+    if is_canvas_model(config):
+        raise ValueError(
+            f"{type(model).__name__} sees its whole canvas from both sides, so blocks cannot be cached: call "
+            "epoch_moe.generate_semi_autoregressive"
+        )
     vocab_size = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     settings = check_settings(
         config,
@@ -134,7 +140,8 @@ def generate(
         prefill_chunk=prefill_chunk,
     )
     prompts = read_prompts(input_ids, attention_mask)
-    check_prompts(prompts, settings, vocab_size, getattr(config, "max_position_embeddings", None))
+    context_length = getattr(config, "max_position_embeddings", None)
+    check_prompts(prompts, settings.mask_id, settings.gen_length, vocab_size, context_length)
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call generate once for each")
     device = base.get_input_embeddings().weight.device  # type: ignore[operator]
@@ -178,7 +185,7 @@ class _BlockLoop:
         self.base, self.head, self.context = base, head, context
         self.canvas, self.settings, self.generator = canvas, settings, generator
         self.dtype = base.get_input_embeddings().weight.dtype  # type: ignore[operator]
-        self.native = _is_native(base)
+        self.native = is_native(base)
         self.cache: BlockKVCache | None = None
         if use_cache:
             self.cache = BlockKVCache(base.config.num_hidden_layers, canvas.ids_BW.shape[1])  # type: ignore[union-attr]
@@ -190,7 +197,7 @@ class _BlockLoop:
         """Decode block after block until every answer is complete."""
         block = self.settings.block_length
         starts = range(self.canvas.first_block, self.canvas.ids_BW.shape[1], block)
-        with _progress_bar(len(starts), disable=not progress) as bar:
+        with progress_bar(len(starts), disable=not progress) as bar:
             for begin in starts:
                 self.decode_block(begin, begin + block)
                 self.close_block(begin, begin + block, streamer)
@@ -268,7 +275,7 @@ class _BlockLoop:
     def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
         """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""
         live_rows = sum(left)
-        rows_R = _true_places(live_BN.flatten(), live_rows)
+        rows_R = true_places(live_BN.flatten(), live_rows)
         hidden_TH = hidden_BNH.reshape(-1, hidden_BNH.shape[-1])
         if self.context.lm_head_rows == "live":
             self.context.count_lm_head(live_rows)
@@ -276,10 +283,10 @@ class _BlockLoop:
         # All rows of the block, of the sequences that are not done with it.
         busy_BN = (live_BN.any(dim=1, keepdim=True)).expand_as(live_BN)
         busy_rows = sum(1 for rows in left if rows) * live_BN.shape[1]
-        busy_T = _true_places(busy_BN.flatten(), busy_rows)
+        busy_T = true_places(busy_BN.flatten(), busy_rows)
         logits_TV = self.head(hidden_TH[busy_T.to(hidden_TH.device)])
         self.context.count_lm_head(busy_rows)
-        return logits_TV[_true_places(live_BN.flatten()[busy_T], live_rows).to(logits_TV.device)].float(), rows_R
+        return logits_TV[true_places(live_BN.flatten()[busy_T], live_rows).to(logits_TV.device)].float(), rows_R
 
     def close_block(self, begin: int, end: int, streamer: Any) -> None:
         """Log the block's tokens, stream them, and drop the sequences whose answer is complete."""
@@ -361,39 +368,3 @@ def make_rule(
 def _behind(mask_BN: Tensor, prefix: int) -> Tensor:
     """A mask over the block as one over the window, whose first `prefix` rows lie before the block."""
     return nn.functional.pad(mask_BN, (prefix, 0), value=False) if prefix else mask_BN
-
-
-def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The base model and the LM head of a model that block diffusion can run."""
-    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    if not isinstance(base, nn.Module) or not isinstance(head, nn.Module):
-        raise TypeError(
-            f"{type(model).__name__} is not a language model with an LM head: expected a base model under "
-            "`base_model_prefix` and a head from `get_output_embeddings()`, as LLaDA2MoeModelLM has"
-        )
-    if model.training:
-        raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() before generate")
-    attention = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in attention or "flex" in attention or (attention == "eager" and not _is_native(base)):
-        raise ValueError(
-            f"the model has attn_implementation={attention!r}, which does not take the additive 4-D masks of block "
-            "diffusion: load it with attn_implementation='sdpa'"
-        )
-    return base, head
-
-
-def _true_places(mask_T: Tensor, count: int) -> Tensor:
-    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
-    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
-
-
-def _is_native(base: nn.Module) -> bool:
-    """Whether a missing mask means bidirectional attention, as in this library's model classes."""
-    return any(cls.__module__.startswith("epoch_moe.") for cls in type(base).__mro__)
-
-
-def _progress_bar(blocks: int, disable: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=blocks, unit="block", desc="generate", disable=disable)

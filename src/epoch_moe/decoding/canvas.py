@@ -86,7 +86,7 @@ def _strip_padding(rows: list[Tensor], attention_mask: Tensor) -> list[Tensor]:
 
 
 def check_prompts(
-    prompts: list[Tensor], settings: BlockDiffusionSettings, vocab_size: int, context: int | None
+    prompts: list[Tensor], mask_id: int, gen_length: int, vocab_size: int, context: int | None
 ) -> None:
     """Check the ids and lengths of prompts.
 
@@ -100,14 +100,14 @@ def check_prompts(
                 f"prompt {number} holds id {low if low < 0 else high}: the model's vocabulary is 0 to "
                 f"{vocab_size - 1}; does the tokenizer belong to this model?"
             )
-        if bool((prompt == settings.mask_id).any()):
+        if bool((prompt == mask_id).any()):
             raise ValueError(
-                f"prompt {number} holds the mask id {settings.mask_id}: generate adds the positions to decode itself, "
+                f"prompt {number} holds the mask id {mask_id}: generate adds the positions to decode itself, "
                 "pass the prompt alone"
             )
-        if context is not None and len(prompt) + settings.gen_length > context:
+        if context is not None and len(prompt) + gen_length > context:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens and gen_length is {settings.gen_length}: together they must "
+                f"prompt {number} has {len(prompt)} tokens and gen_length is {gen_length}: together they must "
                 f"not exceed the model's context, max_position_embeddings={context}; shorten the prompt or lower "
                 f"gen_length{f' to {context - len(prompt)}' if len(prompt) < context else ''}"
             )

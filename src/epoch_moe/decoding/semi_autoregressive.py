@@ -19,16 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.decoding.block_diffusion import _is_native as is_native
-from epoch_moe.decoding.block_diffusion import _parts as model_parts
-from epoch_moe.decoding.block_diffusion import _progress_bar as progress_bar
 from epoch_moe.decoding.canvas import PromptIds, check_prompts, read_prompts
+from epoch_moe.decoding.checks import id_or_config, in_vocabulary, is_list, whole
 from epoch_moe.decoding.commit import choose_rows, transfer_schedule
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.settings import _id_or_config as id_or_config
-from epoch_moe.decoding.settings import _in_vocabulary as in_vocabulary
-from epoch_moe.decoding.settings import _is_list as is_list
-from epoch_moe.decoding.settings import _whole as whole
+from epoch_moe.decoding.parts import is_native, model_parts, progress_bar
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
 if TYPE_CHECKING:
@@ -136,7 +131,8 @@ def generate_semi_autoregressive(
         mask_token_id=mask_token_id,
     )
     prompts = read_prompts(input_ids, attention_mask)
-    check_prompts(prompts, settings, vocab_size, getattr(model.config, "max_position_embeddings", None))
+    context_length = getattr(model.config, "max_position_embeddings", None)
+    check_prompts(prompts, settings.mask_id, settings.gen_length, vocab_size, context_length)
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call it once for each")
     lengths = {len(prompt) for prompt in prompts}

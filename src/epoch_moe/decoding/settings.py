@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epoch_moe.decoding.checks import id_or_config, in_vocabulary, index, is_list, whole
 from epoch_moe.decoding.commit import transfer_schedule
 
 
@@ -68,18 +68,18 @@ def check_settings(
         ValueError: an argument is out of range, or an id is neither given nor in the configuration.
         TypeError: an argument that must be a whole number is not.
     """
-    gen_length = _whole("gen_length", gen_length, "the number of tokens to generate")
-    block_length = _whole("block_length", block_length, "the positions decoded together; released models use 32")
-    steps = _whole("steps", steps, "the iterations per block")
-    minimal_topk = _whole("minimal_topk", minimal_topk, "it caps steps at gen_length // minimal_topk")
-    prefill_chunk = _whole("prefill_chunk", prefill_chunk, "the prompt positions per prefill forward")
+    gen_length = whole("gen_length", gen_length, "the number of tokens to generate")
+    block_length = whole("block_length", block_length, "the positions decoded together; released models use 32")
+    steps = whole("steps", steps, "the iterations per block")
+    minimal_topk = whole("minimal_topk", minimal_topk, "it caps steps at gen_length // minimal_topk")
+    prefill_chunk = whole("prefill_chunk", prefill_chunk, "the prompt positions per prefill forward")
     if minimal_topk > gen_length:
         raise ValueError(
             f"minimal_topk={minimal_topk} with gen_length={gen_length} leaves no iteration (steps are capped at "
             "gen_length // minimal_topk): lower minimal_topk to at most gen_length"
         )
-    num_to_transfer = _whole("num_to_transfer", num_to_transfer, "the masks that an iteration fills at least")
-    if _index("max_post_steps", max_post_steps) < 0:
+    num_to_transfer = whole("num_to_transfer", num_to_transfer, "the masks that an iteration fills at least")
+    if index("max_post_steps", max_post_steps) < 0:
         raise ValueError(f"max_post_steps={max_post_steps}: expected 0 or the number of iterations after the last mask")
     if editing_threshold is not None and not 0.0 <= editing_threshold <= 1.0:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_settings(
         )
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature={temperature}: expected 0 (greedy) or a positive finite number")
-    if top_k is not None and _index("top_k", top_k) < 0:
+    if top_k is not None and index("top_k", top_k) < 0:
         raise ValueError(f"top_k={top_k}: expected None or 0 (keep all) or the number of tokens to keep")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p}: expected None (keep all) or a number above 0 and up to 1")
@@ -108,9 +108,9 @@ def check_settings(
             f"block_length={block_length}: this model routes in pools of block_size={pool_rows} rows that must not "
             f"straddle blocks; use block_length={pool_rows}"
         )
-    eos = _id_or_config(config, "eos_token_id", eos_token_id)
-    eos_ids = tuple(_in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if _is_list(eos) else [eos]))
-    mask_id = _in_vocabulary("mask_token_id", _id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
+    eos = id_or_config(config, "eos_token_id", eos_token_id)
+    eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
+    mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
     if not eos_ids or mask_id in eos_ids:
         raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
     if delete_id is not None and len({delete_id, split_id, mask_id, *eos_ids}) < 3 + len(set(eos_ids)):
@@ -134,7 +134,7 @@ def check_settings(
         prefill_chunk=prefill_chunk,
         mask_id=mask_id,
         eos_ids=eos_ids,
-        pad_id=eos_ids[0] if pad_id is None else _in_vocabulary("config.pad_token_id", pad_id, vocab_size),
+        pad_id=eos_ids[0] if pad_id is None else in_vocabulary("config.pad_token_id", pad_id, vocab_size),
         delete_id=delete_id,
         split_id=split_id,
     )
@@ -150,39 +150,5 @@ def _edit_ids(config: Any, vocab_size: int) -> tuple[int | None, int | None]:
             f"the config has delete_token_id={ids[0]} and split_token_id={ids[1]}: a model that edits by such ids has "
             "both; set the missing one, or both to None"
         )
-    delete_id = _in_vocabulary("config.delete_token_id", ids[0], vocab_size)
-    return delete_id, _in_vocabulary("config.split_token_id", ids[1], vocab_size)
-
-
-def _index(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected a whole number")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a whole number") from None
-
-
-def _whole(name: str, value: Any, meaning: str) -> int:
-    number = _index(name, value)
-    if number < 1:
-        raise ValueError(f"{name}={number}: expected at least 1 ({meaning})")
-    return number
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _id_or_config(config: Any, name: str, value: Any) -> Any:
-    value = getattr(config, name, None) if value is None else value
-    if value is None:
-        raise ValueError(f"{name} is neither an argument nor in the model's config: pass {name}=...")
-    return value
-
-
-def _in_vocabulary(name: str, value: Any, vocab_size: int) -> int:
-    number = _index(name, value)
-    if not 0 <= number < vocab_size:
-        raise ValueError(f"{name}={number} is outside the model's vocabulary: expected 0 to {vocab_size - 1}")
-    return number
+    delete_id = in_vocabulary("config.delete_token_id", ids[0], vocab_size)
+    return delete_id, in_vocabulary("config.split_token_id", ids[1], vocab_size)

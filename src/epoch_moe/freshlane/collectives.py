@@ -94,14 +94,14 @@ class Ranks:
         """Start an exchange of rows: ``send[p]`` of them, in rank order, go to rank p (None: equal shares)."""
         count = rows.shape[0] if receive is None else sum(receive)
         out = rows.new_empty((count, *rows.shape[1:]))
-        splits = [None if s is None else list(s) for s in (receive, send)]
+        receive, send = (None if s is None else list(s) for s in (receive, send))
         if self.world == 1:
             out.copy_(rows)
             return Pending(None, name, lambda: finish(out))
         rows = rows.contiguous()
 
         def start() -> Any:
-            return dist.all_to_all_single(out, rows, *splits, group=self.group, async_op=True)
+            return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
         work = _named(name, start)
 

@@ -1,0 +1,53 @@
+"""What the decoding loops need of a model.
+
+Shape suffixes: T rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The base model and the LM head of a model that block diffusion can run."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if not isinstance(base, nn.Module) or not isinstance(head, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is not a language model with an LM head: expected a base model under "
+            "`base_model_prefix` and a head from `get_output_embeddings()`, as LLaDA2MoeModelLM has"
+        )
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() before generate")
+    attention = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in attention or "flex" in attention or (attention == "eager" and not is_native(base)):
+        raise ValueError(
+            f"the model has attn_implementation={attention!r}, which does not take the additive 4-D masks of block "
+            "diffusion: load it with attn_implementation='sdpa'"
+        )
+    return base, head
+
+
+def true_places(mask_T: Tensor, count: int) -> Tensor:
+    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
+    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
+
+
+def is_native(base: nn.Module) -> bool:
+    """Whether a missing mask means bidirectional attention, as in this library's model classes."""
+    return any(cls.__module__.startswith("epoch_moe.") for cls in type(base).__mro__)
+
+
+def progress_bar(blocks: int, disable: bool) -> Any:
+    """A bar over blocks, for terminals and notebooks."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=blocks, unit="block", desc="generate", disable=disable)
+
+
+def is_canvas_model(config: Any) -> bool:
+    """Whether a configuration is of a model with bidirectional attention over a fixed canvas (LLaDA-MoE)."""
+    return getattr(config, "model_type", None) in ("llada", "lladamoe")
