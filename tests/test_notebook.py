@@ -23,6 +23,8 @@ from epoch_moe import EpochConfig, generate, load_model, patch
 from epoch_moe.decoding import BlockDiffusionOutput
 from epoch_moe.report import work_table
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the kernel: 12 s alone, more on a busy machine
+
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "quickstart.ipynb"
 
 # Run behind the notebook's own cells, in its kernel: the values behind what they showed.
