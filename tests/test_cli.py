@@ -1,6 +1,7 @@
 """The command line, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,21 @@ def test_generate_solves_a_sum(capsys):
     assert "tokens per forward" in err and "pairs" in err and "patched" in err
 
 
+def test_generate_with_editing(capsys):
+    # No probability is above 1, so nothing is edited, but every block gets a forward more.
+    status, out, err = run(capsys, "generate", "sum 3 6 5 4 2:", "--editing-threshold", "1.0", "--report")
+    assert status == 0 and out.strip() == "3+6=9+5=14+4=18+2=20 so 20"
+    _, _, plain = run(capsys, "generate", "sum 3 6 5 4 2:", "--report")
+    assert forwards(err) > forwards(plain)
+    editing = ("--editing-threshold", "1.0", "--max-post-steps", "0", "--report")
+    _, _, none = run(capsys, "generate", "sum 3 6 5 4 2:", *editing)
+    assert forwards(none) < forwards(err)
+
+
+def forwards(report):
+    return int(re.search(r"tokens in (\d+) forwards", report)[1])
+
+
 @pytest.mark.parametrize("preset", ["dense", "exact", "paper"])
 def test_generate_presets_and_stream(capsys, preset):
     status, streamed, _ = run(capsys, "generate", "sum 3 6 5 4 2:", "--preset", preset, "--stream")
@@ -64,6 +80,8 @@ def test_inspect(capsys, tmp_path):
         (["compare", "--coverage", "1.5", "--problems", "1"], "coverage=1.5"),
         (["generate", "sum 1 2:", "--gen-length", "0"], "gen_length=0"),
         (["generate", "sum 1 2:", "--block-length", "0"], "block_length=0"),
+        (["generate", "sum 1 2:", "--editing-threshold", "2"], "editing_threshold=2"),
+        (["compare", "--problems", "1", "--max-post-steps", "-1"], "max_post_steps=-1"),
         (["generate", ""], "empty"),
         (["generate", "sum 1 2:", "--chat"], "has no chat template"),
         (["generate", "sum 1 2:", "--preset", "dense", "--coverage", "0.9"], "dense"),

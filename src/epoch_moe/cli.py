@@ -117,7 +117,29 @@ def _decoding_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gen-length", type=int, default=96, help="tokens at most")
     group.add_argument("--block-length", type=int, default=32, help="positions of a block")
     group.add_argument("--steps", type=int, default=32, help="forwards per block at most")
-    group.add_argument("--threshold", type=float, default=0.95, help="commit every token above this probability")
+    group.add_argument(
+        "--threshold",
+        type=float,
+        default=None,
+        metavar="P",
+        help="fill every mask whose token is above this probability (default: 0.95, and 0.5 for LLaDA2.2 with editing)",
+    )
+    group.add_argument(
+        "--editing-threshold",
+        type=float,
+        default=None,
+        metavar="P",
+        help="replace a committed token where another one is above this probability, as LLaDA2.1 (0.9, or 0.5 and 0.0 "
+        "with lower thresholds) and LLaDA2.2 (0.0) decode; whole blocks are live then, so a plan saves less (default: "
+        "committed tokens stay)",
+    )
+    group.add_argument(
+        "--max-post-steps",
+        type=int,
+        default=16,
+        metavar="N",
+        help="with editing, forwards that may follow when the last mask of a block is filled",
+    )
     group.add_argument("--no-cache", action="store_true", help="whole window on every forward, no K/V cache")
 
 
@@ -147,6 +169,8 @@ def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
         "block_length": arguments.block_length,
         "steps": arguments.steps,
         "threshold": arguments.threshold,
+        "editing_threshold": arguments.editing_threshold,
+        "max_post_steps": arguments.max_post_steps,
         "use_cache": not arguments.no_cache,
     }
 

@@ -26,7 +26,8 @@ class EpochConfig:
         on_miss: what a restricted row does with natural top-k experts outside the support: ``"reselect"`` its top-k
             inside the support, ``"drop"`` those pairs, or ``"expand"`` the support by them (lossless).
         restrict_new: False lets rows whose output will be cached (newly decoded or refreshed) route without
-            restriction, and the newly decoded ones' experts join the support; True restricts them too.
+            restriction, and the newly decoded ones' experts join the support; so do tokens that the decoder may
+            still edit. True restricts them too.
         support_scope: ``"sequence"`` (a request never depends on its batch mates) or ``"batch"`` (one support per
             layer for the whole batch).
         coverage_floor: a sequence's live rows fall back to natural routing, and the layer's support is compiled

@@ -167,6 +167,21 @@ def test_editing_costs_what_the_documentation_says(model, prompt):
         assert fresh_share(prompt(7), gen_length=1, threshold=0.95, editing_threshold=0.0) < 0.8
 
 
+def test_rows_that_hold_tokens_route_freely(model, prompt):
+    """All of a block is live, but a support is for masks: the rows that were filled choose among all experts."""
+    config = EpochConfig(coverage=0.3, coverage_floor=0.0, refresh_interval=None)
+    natural, restricted = [], []
+    for editing_threshold in (None, 1.0):
+        with patched(model, config):
+            out = generate(model, prompt(16), gen_length=8, threshold=0.95, steps=8, block_length=BLOCK,
+                           editing_threshold=editing_threshold)  # fmt: skip
+        natural.append(out.counters.read().total.natural_weight)
+        restricted.append(out.counters.read())
+    # The same masks are restricted either way, one fewer in each forward; one more forward restricts nothing.
+    assert restricted[1].forwards == restricted[0].forwards + 1
+    assert natural[0] > 0 and natural[1] == pytest.approx(natural[0], rel=0.05)
+
+
 def test_streamer_gets_finished_blocks(model, prompt):
     from test_decoding_interface import Puts
 

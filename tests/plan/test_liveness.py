@@ -227,3 +227,60 @@ def test_a_refresh_spares_constant_prefix_rows_only(constant: bool) -> None:
     assert step(plan, ids).num_fresh == 4
     assert step(plan, ids).fresh_R.tolist() == [2]
     assert step(plan, ids).fresh_R.tolist() == ([2, 3] if constant else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("restrict_new", [False, True])
+@CHECKED
+@given(st.data())
+def test_tokens_that_may_be_edited_are_live_but_route_freely(restrict_new: bool, data: st.DataObject) -> None:
+    """A decoder's live mask decides what is fresh and never stored; the mask id says which live rows hold a token."""
+    batch, block, lead = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 2]))
+    config = EpochConfig(coverage=None, refresh_interval=None, restrict_new=restrict_new)
+    plan = BlockPlan(config, 1, batch=batch, window=block, prefix=0, prefix_constant=False, counters=Counters(1, [1]))
+    flags = st.lists(st.lists(st.booleans(), min_size=block, max_size=block), min_size=batch, max_size=batch)
+    held: set[tuple[int, int, int]] = set()
+    for number in range(4):
+        masked, live = torch.tensor(data.draw(flags)), torch.tensor(data.draw(flags))
+        valid = torch.tensor(data.draw(flags)) | torch.tensor(number == 0)
+        ids_BN = torch.randint(0, 3, (batch, block)).masked_fill(masked, MASK)
+        ids_BS = torch.cat([torch.zeros(batch, lead, dtype=torch.long), ids_BN], dim=1)
+        valid_BS = torch.cat([torch.ones(batch, lead, dtype=torch.bool), valid], dim=1)
+        forward = plan.next_forward(
+            ids_BS, mask_id=MASK, valid_BS=valid_BS, lead=lead, live_BN=live, changed_BN=None
+        )
+        rows = forward.rows
+        got = {name: set() for name in ("fresh", "restricted", "joining", "voting", "stored")}
+        for place, row in enumerate(rows.fresh_R.tolist()):
+            cell = (row // (lead + block), row % (lead + block) - lead)
+            if cell[1] < 0:
+                assert not rows.restricted_R[place] and not rows.joining_R[place]
+                continue
+            got["fresh"].add(cell)
+            got["restricted"] |= {cell} if rows.restricted_R[place] else set()
+            got["joining"] |= {cell} if rows.joining_R[place] else set()
+            got["voting"] |= {cell} if place in rows.vote_src.tolist() else set()
+            got["stored"] |= {cell} if place in rows.store_src.tolist() else set()
+        want = {name: set() for name in got}
+        for b in range(batch):
+            for n in range(block):
+                token = int(ids_BN[b, n])
+                if not valid[b, n]:
+                    continue
+                is_live, stable = bool(live[b, n]), (b, n, token) in held and number > 0
+                if stable and not is_live:
+                    continue
+                want["fresh"].add((b, n))
+                undecoded = is_live and token == MASK
+                if not is_live:
+                    want["stored"].add((b, n))
+                if undecoded:
+                    want["voting"].add((b, n))
+                if number > 0 and (undecoded or restrict_new):
+                    want["restricted"].add((b, n))
+                elif not undecoded:
+                    want["joining"].add((b, n))
+        assert got == want
+        held = {cell for cell in held if valid[cell[0], cell[1]] and not live[cell[0], cell[1]]}
+        held = {cell for cell in held if int(ids_BN[cell[0], cell[1]]) == cell[2]}
+        held |= {(b, n, int(ids_BN[b, n])) for b, n in want["stored"]}
+        plan.complete(forward)

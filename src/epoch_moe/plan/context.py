@@ -220,7 +220,9 @@ class BlockPlanContext:
             lead: C, rows whose K/V this forward writes for good; always fresh and unrestricted. Where rows share pools
                 of experts (LLaDA2.2), the rows that exist of each sequence must start at a routing block, and the lead
                 must be whole ones: the pool of a block that is partly in the K/V cache cannot be formed.
-            live_BN: bool, rows whose logits can still change a decision, where that is not "MASK in the block".
+            live_BN: bool, rows whose logits can still change a decision, where that is not "MASK in the block": tokens
+                that a decoder may still edit, for one. With ``mask_id`` such a row routes as freely as a newly decoded
+                one; without it every live row counts as undecoded.
             changed_BN: bool, rows whose cached output must not be used.
 
         A forward that raises closes the block: the model is left without a plan, as before.

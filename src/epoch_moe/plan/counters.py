@@ -143,7 +143,7 @@ class Counters:
         num_layers: L.
         bytes_per_expert: routed-expert weight bytes of one expert, per layer.
         history: one entry per forward under a plan, the latest `HISTORY_LENGTH` of them: its number in the block,
-            valid rows, fresh rows, live rows.
+            valid rows, fresh rows, live rows that hold no token.
         recorder: which experts the forwards of `history` used; None = not recorded.
     """
 

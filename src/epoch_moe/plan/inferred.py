@@ -205,7 +205,9 @@ class InferredPlans:
                 # Rows that share a pool of experts with the block change with it.
                 prefix_constant=decision.constant and (pool is None or decision.begin % pool == 0),
             )
-        return context.iteration(shape_BS, live_BN=decision.live_BS.to(shape_BS.device))
+        assert thread.tracker is not None
+        live_BS = decision.live_BS.to(shape_BS.device)
+        return context.iteration(shape_BS, mask_id=thread.tracker.mask_id, live_BN=live_BS)
 
     def _thread(self) -> _Thread:
         """This thread's state, its context made for the present configuration."""

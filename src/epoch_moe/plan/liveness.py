@@ -28,8 +28,8 @@ class RowPlan:
         fresh_R: int64, rows ``0..T-1`` that go through the routed experts, ascending.
         restricted_R: bool, fresh rows whose selection stays inside the support.
         joining_R: bool, fresh rows whose experts join the support.
-        vote_src, vote_dst: int64, positions in ``fresh_R`` of the rows that a support is compiled from (live rows), and
-            their places ``0..B*W-1`` in the current block of W rows.
+        vote_src, vote_dst: int64, positions in ``fresh_R`` of the rows that a support is compiled from (live rows that
+            hold no token), and their places ``0..B*W-1`` in the current block of W rows.
         block_len: W.
         sequence_R: int64, the sequence of each fresh row.
         store_src, store_dst: int64, positions in ``fresh_R`` whose outputs are cached, and where (``0..B*N-1``).
@@ -79,6 +79,7 @@ class RowStates:
     Attributes:
         valid_BS: rows that exist (not padding, not of a finished sequence).
         live_BN: rows whose logits can still change a decode decision.
+        edited_BN: live rows that hold a token: decoders that edit tokens may still replace it.
         cached_BN: rows whose cache entry was computed for their present token.
         constant_BN: prefix rows that cannot change within the block (block-causal mask).
         awake_BN: future rows that go through the experts on every forward; no output of theirs is kept.
@@ -86,6 +87,7 @@ class RowStates:
 
     valid_BS: Tensor
     live_BN: Tensor
+    edited_BN: Tensor
     cached_BN: Tensor
     constant_BN: Tensor
     awake_BN: Tensor
@@ -114,7 +116,8 @@ def classify(
         future: how many of its last rows lie behind it.
         prefix_constant: whether the forward's mask keeps prefix rows from seeing the current block.
         future_dormant: future rows are cached and reused like stable ones.
-        mask_id: id of undecoded positions; needed unless ``live_BN`` is given.
+        mask_id: id of undecoded positions; needed unless ``live_BN`` is given. Without it every live row counts as
+            undecoded.
         valid_BS: default: all rows.
         live_BN: overrides "MASK in the current block".
         changed_BN: rows whose cache entry must not be used, whatever its stamp says.
@@ -127,6 +130,7 @@ def classify(
         live_BN[:, :prefix] = False
         live_BN[:, live_BN.shape[1] - future :] = False
     live_BN = live_BN & valid_BS[:, lead:]
+    edited_BN = torch.zeros_like(live_BN) if mask_id is None else live_BN & window_BN.ne(mask_id)
     # An id below zero (some callers pad with -1) is no token that an entry could have been computed for.
     cached_BN = (stamps_BN == window_BN) & (stamps_BN != NO_TOKEN)
     if changed_BN is not None:
@@ -135,7 +139,7 @@ def classify(
     constant_BN[:, :prefix] = prefix_constant
     awake_BN = torch.zeros_like(cached_BN)
     awake_BN[:, awake_BN.shape[1] - future :] = not future_dormant
-    return RowStates(valid_BS, live_BN, cached_BN, constant_BN, awake_BN)
+    return RowStates(valid_BS, live_BN, edited_BN, cached_BN, constant_BN, awake_BN)
 
 
 def plan_rows(
@@ -175,10 +179,13 @@ def plan_rows(
     new_R = stored_R & ~whole(states.cached_BN).view(-1)[fresh_R]
     # The support speaks for the block's rows: prefix and future rows route freely under either setting.
     block_R = (position_R >= lead + prefix) & (position_R < seq_len - future)
-    restricted_R = torch.zeros_like(live_R) if cold else (block_R if restrict_new else live_R)
+    # A support is compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
+    edited_R = whole(states.edited_BN).view(-1)[fresh_R]
+    undecoded_R = live_R & ~edited_R
+    restricted_R = torch.zeros_like(live_R) if cold else (block_R if restrict_new else undecoded_R)
     reuse_T = reuse_BS.view(-1).nonzero().squeeze(1)
     store_src = stored_R.nonzero().squeeze(1)
-    vote_src = (live_R & block_R).nonzero().squeeze(1)
+    vote_src = (undecoded_R & block_R).nonzero().squeeze(1)
     block_len = window - prefix - future
     num_rows = int(valid_BS.sum())
     return RowPlan(
@@ -186,7 +193,7 @@ def plan_rows(
         seq_len=seq_len,
         fresh_R=fresh_R,
         restricted_R=restricted_R,
-        joining_R=new_R & block_R & ~restricted_R,
+        joining_R=(new_R | edited_R) & block_R & ~restricted_R,
         vote_src=vote_src,
         vote_dst=(sequence_R * block_len + position_R - lead - prefix)[vote_src],
         sequence_R=sequence_R,
