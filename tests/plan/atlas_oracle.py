@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from epoch_moe.plan.placement import NEAR_TIE
 from epoch_moe.routing import RouterSpec
 
 Row = list[float]
@@ -41,8 +42,27 @@ def covered(cand: dict[int, float], support: set[int], top_k: int) -> float:
     return sum(sorted((w for e, w in cand.items() if e in support), reverse=True)[:top_k])
 
 
+def best(worth: dict[int, float], support: set[int], rank_of: list[int], cap: int | None, exceed: bool) -> int | None:
+    """The expert to add, with experts on ranks: see `epoch_moe.plan.placement.Placement.best`."""
+    held = {rank: sum(rank_of[e] == rank for e in support) for rank in set(rank_of)}
+    useful = {e: w for e, w in worth.items() if w > 0 and e not in support}
+    below = {e: w for e, w in useful.items() if cap is None or held[rank_of[e]] < cap}
+    choices = below or (useful if exceed else {})
+    if not choices:
+        return None
+    near = [e for e, w in choices.items() if w >= (1 - NEAR_TIE) * max(choices.values())]
+    return min(near, key=lambda e: (held[rank_of[e]], -round(choices[e], 6), e))
+
+
 def atlas(
-    selection: list[Row], combine: list[Row], votes: list[bool], spec: RouterSpec, coverage: float, factor: int
+    selection: list[Row],
+    combine: list[Row],
+    votes: list[bool],
+    spec: RouterSpec,
+    coverage: float,
+    factor: int,
+    rank_of: list[int] | None = None,
+    cap: int | None = None,
 ) -> set[int]:
     """The support of one group of rows."""
     rows = [i for i, vote in enumerate(votes) if vote]
@@ -53,13 +73,15 @@ def atlas(
         return {e for ids in natural.values() for e in ids}
     cand = {i: candidates(selection[i], combine[i], spec, factor) for i in rows}
     target = {i: coverage * sum(combine[i][e] for e in natural[i]) for i in rows}
-    total = [sum(c.get(e, 0.0) for c in cand.values()) for e in range(spec.num_experts)]
+    total = {e: sum(c.get(e, 0.0) for c in cand.values()) for e in range(spec.num_experts)}
 
     support = {ids[0] for ids in natural.values()}
-    for expert in sorted(range(spec.num_experts), key=lambda e: (-total[e], e)):
-        if sum(covered(cand[i], support, spec.top_k) for i in rows) >= sum(target.values()):
+    ranking = iter(sorted(total, key=lambda e: (-total[e], e)))
+    while sum(covered(cand[i], support, spec.top_k) for i in rows) < sum(target.values()):
+        heaviest = next(ranking) if rank_of is None else best(total, support, rank_of, cap, exceed=False)
+        if heaviest is None:
             break
-        support.add(expert)
+        support.add(heaviest)
 
     while True:
         deficit = {i: target[i] - covered(cand[i], support, spec.top_k) for i in rows}
@@ -71,7 +93,12 @@ def atlas(
             for e in range(spec.num_experts)
             if e not in support
         }
-        support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
+        if rank_of is None:
+            support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
+        else:
+            filling = best(gain, support, rank_of, cap, exceed=True)
+            assert filling is not None
+            support.add(filling)
 
     short = [i for i in rows if len(choose(selection[i], spec, support)) < spec.top_k]
     return support | {e for i in short for e in natural[i]}

@@ -15,6 +15,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.placement import contiguous_ranks
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
 
 
@@ -116,6 +117,8 @@ def _compile(
         spec,
         config.coverage,
         config.candidate_factor,
+        None if config.balance_ranks is None else contiguous_ranks(num_experts, config.balance_ranks, device),
+        config.max_experts_per_rank,
     )
 
 
