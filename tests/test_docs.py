@@ -39,3 +39,9 @@ def test_a_loop_of_one_s_own_gives_the_tokens_of_generate(text):
         out = generate(model, prompt, gen_length=64 - prompt.shape[1], steps=32, threshold=1.0)
     length = out.lengths[0]
     assert torch.equal(out.sequences[0, :length], ids[0, prompt.shape[1] : prompt.shape[1] + length])
+
+
+def test_the_loop_that_opens_no_plan_gets_one(capsys):
+    exec(compile(python_block("docs/plans.md", 1), "docs/plans.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "14 iteration, 1 request" in out and "rows saved" in out and "rows saved 0.0%" not in out

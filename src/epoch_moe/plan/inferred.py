@@ -164,6 +164,7 @@ class InferredPlans:
         if not reason and mask_id is None:
             reason = "mask_token_id"
         if reason:
+            thread.drop()
             decision = Decision("dense", reason)
         else:
             assert seen is not None and mask_id is not None
@@ -190,8 +191,6 @@ class InferredPlans:
         thread.kinds[decision.kind] += 1
         if decision.kind == "dense":
             context.end_block()
-            if thread.tracker is not None and decision.reason != "block_length":
-                thread.tracker.drop()
             thread.counters.fallbacks[decision.reason] += 1
             return None if shape_BS is None else context.prefill(shape_BS)
         assert shape_BS is not None and decision.live_BS is not None

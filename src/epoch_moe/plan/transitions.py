@@ -10,7 +10,7 @@ Shape suffixes: B sequences, S rows of a forward, Q query rows of a mask (S or 1
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,8 @@ class Hints:
     Attributes:
         mask_token_id: id of undecoded positions; None: the model's config says.
         block_length: positions of a block; None: seen from the masks and from how the window grows.
-        editing: the loop may replace decoded tokens. None: assumed until the loop shows that it does not.
+        editing: the loop may replace decoded tokens. None: assumed until the loop shows that it does not. False: not
+            assumed until it is seen.
     """
 
     mask_token_id: int | None = None
@@ -144,7 +145,7 @@ class _Block:
     canvas: bool
     planned: bool  # False: nothing but ids is known, because the forward ran dense
     constant: bool
-    given_BS: Tensor  # rows that were there when the block began: they are not edited
+    given_BS: Tensor  # rows that were decoded when the block began
     fixed_BS: Tensor  # MASK rows that stay: the masked prompt of classifier-free guidance
     cache: Any
     past: int
@@ -156,6 +157,10 @@ class _Block:
         if self.cache is None or seen.cache is None:
             return self.cache is None and seen.cache is None
         return self.cache() is seen.cache
+
+    def given_changed(self, seen: Seen) -> bool:
+        """Whether a row of the block's beginning holds another token: a prompt is not edited, so it is another one."""
+        return bool(((seen.ids_BS != self.ids_BS) & self.given_BS).any())
 
 
 class Tracker:
@@ -241,7 +246,12 @@ class Tracker:
     ) -> Decision:
         if seen.cache is not None:
             return Decision("dense", "commit")
-        if before is None or relation != "same" or not before.planned:
+        if before is None or relation != "same":
+            return Decision("dense", "no_mask")
+        if not before.planned:
+            self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS)  # how the window grows still tells
+            return Decision("dense", "no_mask")
+        if before.given_changed(seen):
             return Decision("dense", "no_mask")
         # A finished block again: a loop that edits, or asks once more before it moves on. Its logits may all be read.
         if self.hints.editing is None and self.editing is False:
@@ -252,8 +262,8 @@ class Tracker:
         if (masked_BS & ~before.masked_BS).any():
             # Masked again, or another request that looks like this one: a cold pass is right for both.
             return self._begin("remask", before, seen, masked_BS, fixed_BS)
-        if not before.planned:
-            return self._begin("iteration", before, seen, masked_BS, fixed_BS)
+        if not before.planned or before.given_changed(seen):
+            return self._begin("request", before, seen, masked_BS, fixed_BS)
         if before.canvas and not masked_BS[:, : before.end].any():
             self._learn_from_leaving(before)
             return self._begin("block", before, seen, masked_BS, fixed_BS)
@@ -267,13 +277,9 @@ class Tracker:
             return self._begin("inputs", before, seen, masked_BS, fixed_BS)
         changed_BS = (seen.ids_BS != before.ids_BS) & ~before.masked_BS
         edited = bool(changed_BS.any())
-        if edited and self.hints.editing is None:
+        if edited:
             self.editing = True
-        given_BS = before.given_BS & ~changed_BS
-        self._block = _Block(
-            seen.ids_BS, masked_BS, before.begin, before.end, before.origin, before.canvas, True, before.constant,
-            given_BS, fixed_BS, before.cache, before.past, before.mask, before.positions,
-        )  # fmt: skip
+        self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS, fixed_BS=fixed_BS)
         return self._decision("edit" if edited else "iteration", cold=False)
 
     def _begin(

@@ -1,0 +1,51 @@
+"""A loop as a user writes one: no plan, no mask object kept, one forward after another over the whole window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import epoch_moe
+
+BLOCK = 32
+
+
+@torch.no_grad()
+def decode(model: nn.Module, prompt: Tensor, blocks: int = 2, embeds: bool = False) -> Tensor:
+    """Commit the surest token on every forward."""
+    mask_id = model.config.mask_token_id
+    begin = prompt.shape[1] // BLOCK * BLOCK
+    ids = torch.full((1, begin + blocks * BLOCK), mask_id)
+    ids[:, : prompt.shape[1]] = prompt
+    for end in range(begin + BLOCK, ids.shape[1] + 1, BLOCK):
+        window = ids[:, :end]
+        while (window == mask_id).any():
+            block = torch.arange(end) // BLOCK
+            mask = (block[None, :] <= block[:, None])[None, None]
+            if embeds:
+                logits = model(inputs_embeds=model.get_input_embeddings()(window), attention_mask=mask).logits
+            else:
+                logits = model(window, attention_mask=mask).logits
+            confidence, tokens = logits.softmax(-1).max(-1)
+            best = confidence.masked_fill(window != mask_id, -1.0).argmax()
+            window[0, best] = tokens[0, best]
+    return ids
+
+
+def test_a_hand_written_loop() -> None:
+    model, tokenizer = epoch_moe.load_model("tiny-llada2")
+    prompt = tokenizer("work out 1+3+1+1+4+7-6:", return_tensors="pt")["input_ids"]
+    want = decode(model, prompt)
+    epoch_moe.patch(model, "exact")
+    assert torch.equal(decode(model, prompt), want)
+    exact = epoch_moe.plan_report(model, reset=True)
+    assert exact.work.fallbacks == {} and exact.kinds["request"] == exact.kinds["block"] == 1
+    epoch_moe.patch(model)
+    agreed = float((decode(model, prompt) == want).float().mean())
+    default = epoch_moe.plan_report(model, reset=True)
+    assert agreed > 0.9
+    assert default.work.pairs < exact.work.pairs < 4 * exact.work.dense_rows
+    # Embeddings say nothing about what is decoded.
+    epoch_moe.patch(model)
+    assert torch.equal(decode(model, prompt, embeds=True), want)
+    assert epoch_moe.plan_report(model).work.fallbacks == {"inputs_embeds": exact.work.forwards}
