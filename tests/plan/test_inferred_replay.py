@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode import MASK_ID, patched_model, plain_model
 from helpers import GOLDEN, relative_error, relative_rms
-from replay import BLOCK, golden_calls, replay, report
+from replay import golden_calls, replay, report
 
 import epoch_moe
 from epoch_moe import EpochConfig
@@ -40,17 +40,19 @@ def test_exact_settings_in_bf16(run: int) -> None:
     assert report(model).work.fallbacks == {}
 
 
+@pytest.mark.parametrize("editing", [None, False])
 @pytest.mark.parametrize(("folder", "run"), FP32)
-def test_the_default_plan_saves_rows_and_mostly_agrees(folder: str, run: int) -> None:
+def test_the_default_plan_saves_rows_and_mostly_agrees(folder: str, run: int, editing: bool | None) -> None:
     _, calls = golden_calls(folder, run)
     model = patched_model(folder)
-    epoch_moe.patch(model, EpochConfig())
-    decided = same = 0
-    for call, logits, want in zip(calls, replay(model, calls), replay(plain_model(folder), calls), strict=True):
-        live = call.ids_BS[:, -BLOCK:] == MASK_ID
-        decided += int(live.sum())
-        same += int((logits[:, -BLOCK:].argmax(-1) == want[:, -BLOCK:].argmax(-1))[live].sum())
+    epoch_moe.patch(model, EpochConfig(), editing=editing)
+    committed = same = 0
+    for call, after, logits in zip(calls, calls[1:], replay(model, calls), strict=False):
+        now_BS = after.ids_BS[:, : call.ids_BS.shape[1]]
+        new_BS = (call.ids_BS == MASK_ID) & (now_BS != MASK_ID)
+        committed += int(new_BS.sum())
+        same += int((logits.argmax(-1) == now_BS)[new_BS].sum())
     got = report(model)
     assert set(got.work.fallbacks) <= {"shortfall"}
-    assert got.work.rows < 0.9 * got.work.dense_rows
-    assert same / decided > 0.5, f"{same} of {decided} tokens are those of dense"
+    assert got.work.rows < 0.5 * got.work.dense_rows
+    assert committed > 15 and same / committed > 0.9, f"{same} of {committed} committed tokens are those of dense"

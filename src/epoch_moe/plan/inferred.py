@@ -72,7 +72,9 @@ class _Thread:
         counters, kinds: its share of the report.
         context: the plan, for the configuration that it was made with.
         tracker: follows the loop.
-        running: the forward under way, to be closed by the hook behind it.
+        running: the context of the forward under way, to be closed by the hook behind it.
+        forward: what that context put into the slot.
+        depth: forwards of the same module inside it.
     """
 
     owner: weakref.ReferenceType[threading.Thread]
@@ -81,6 +83,8 @@ class _Thread:
     context: BlockPlanContext | None = None
     tracker: Tracker | None = None
     running: AbstractContextManager[None] | None = None
+    forward: Any = None
+    depth: int = 0
 
     def drop(self) -> None:
         """Forget the block: its supports and caches go."""
@@ -91,7 +95,7 @@ class _Thread:
 
     def close(self, *, failed: bool) -> None:
         """Close the forward under way, if any."""
-        running, self.running = self.running, None
+        running, self.running, self.forward, self.depth = self.running, None, None, 0
         if running is None:
             return
         if not failed:
@@ -150,10 +154,17 @@ class InferredPlans:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the base model."""
-        if self.config is None or torch.compiler.is_compiling() or self.slot.active is not None:
+        if self.config is None or torch.compiler.is_compiling():
             return
+        active, known = self.slot.active, self._known_thread()
+        if known is not None and known.running is not None:
+            if active is known.forward:
+                known.depth += 1
+                return
+            known.close(failed=True)  # a forward that was interrupted without its hook (KeyboardInterrupt)
+        if active is not None:
+            return  # somebody's own plan
         thread = self._thread()
-        thread.close(failed=True)  # a forward that was interrupted without its hook (KeyboardInterrupt)
         if torch.is_grad_enabled() or module.training:
             thread.drop()
             thread.counters.fallbacks["gradients" if torch.is_grad_enabled() else "training"] += 1
@@ -170,17 +181,23 @@ class InferredPlans:
             assert seen is not None and mask_id is not None
             tracker = self._tracker(thread, module, mask_id)
             decision = tracker.observe(seen)
-        forward = self._open(thread, decision, shape_BS)
-        if forward is not None:
-            forward.__enter__()
-            thread.running = forward
+        context = self._open(thread, decision, None if shape_BS is None else shape_BS.to(_device(module, shape_BS)))
+        if context is not None:
+            context.__enter__()
+            thread.running, thread.forward = context, self.slot.active
             self.slot.bind(sys._getframe(1))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the base model, called also when the forward raised (with None for its output)."""
-        thread: _Thread | None = getattr(self._local, "thread", None)
-        if thread is not None:
-            thread.close(failed=output is None)
+        if torch.compiler.is_compiling():
+            return
+        thread = self._known_thread()
+        if thread is None or thread.running is None:
+            return
+        if self.slot.active is thread.forward and thread.depth:
+            thread.depth -= 1
+            return
+        thread.close(failed=output is None or self.slot.active is not thread.forward)
 
     def _open(
         self, thread: _Thread, decision: Decision, shape_BS: Tensor | None
@@ -208,9 +225,12 @@ class InferredPlans:
         live_BS = decision.live_BS.to(shape_BS.device)
         return context.iteration(shape_BS, mask_id=thread.tracker.mask_id, live_BN=live_BS)
 
+    def _known_thread(self) -> _Thread | None:
+        return getattr(self._local, "thread", None)
+
     def _thread(self) -> _Thread:
         """This thread's state, its context made for the present configuration."""
-        thread: _Thread | None = getattr(self._local, "thread", None)
+        thread = self._known_thread()
         if thread is None:
             thread = _Thread(weakref.ref(threading.current_thread()), Counters(*self._layout()))
             with self._lock:
@@ -316,6 +336,13 @@ def _writes_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if asked is None:
         asked = getattr(getattr(module, "config", None), "use_cache", False)
     return bool(asked)
+
+
+def _device(module: nn.Module, ids_BS: Tensor) -> torch.device:
+    """Where the layers' rows will be: accelerate takes ids on any device."""
+    embedding: Any = getattr(module, "get_input_embeddings", None)
+    weight = getattr(embedding(), "weight", None) if callable(embedding) else None
+    return weight.device if isinstance(weight, Tensor) and weight.device.type != "meta" else ids_BS.device
 
 
 def _reads_additive_masks(module: nn.Module) -> bool:
