@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -159,7 +160,9 @@ def planned(
 
 @torch.no_grad()
 def dense(model: LLaDA2MoeModelLM, decode: Decode) -> list[Tensor]:
-    return [inputs.run(model) for inputs in decode.forwards]
+    """Logits of every forward without a plan, also of a patched model."""
+    with epoch_moe.patched(model, "dense") if hasattr(model, "_epoch_moe") else nullcontext():
+        return [inputs.run(model) for inputs in decode.forwards]
 
 
 def plant_nan(plan: BlockPlan, number: int) -> None:
