@@ -107,20 +107,33 @@ class EpochMoEBlock(nn.Module):
         that asks the model for router logits gets a dense forward.
         """
         batch, seq_len, hidden = hidden_states.shape
-        x_TH = hidden_states.reshape(-1, hidden)
         forward = self.slot.active
-        step = forward.enter(self.index, hidden_states) if isinstance(forward, ForwardPlan) else None
-        if isinstance(forward, ForwardPlan) and step is not None:
-            routed_TH, router = self._planned(x_TH, forward, step), None
+        router: tuple[Tensor, Tensor] | None
+        if forward is None:
+            routed_TH, router = self._dense(hidden_states, None)
+        elif torch.compiler.is_compiling():
+            # A plan and its counters are another Python state on every forward: traced, they would be compiled anew.
+            routed_TH, router = torch.compiler.disable(self._under)(hidden_states, forward)
         else:
-            routed_TH, router = self._dense(hidden_states, forward)
+            routed_TH, router = self._under(hidden_states, forward)
         out = routed_TH.view(batch, seq_len, hidden)
         if self.spec.shared is not None:
             out = out + getattr(self, self.spec.shared)(hidden_states)
         return (out, router) if self.spec.returns_router else out
 
+    def _under(
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """What a forward under way asks for: rows ``[T,H]``, and router output where they were all computed."""
+        step = forward.enter(self.index, x_BSH) if isinstance(forward, ForwardPlan) else None
+        if isinstance(forward, ForwardPlan) and step is not None:
+            return self._planned(x_BSH.reshape(-1, x_BSH.shape[-1]), forward, step), None
+        return self._dense(x_BSH, forward)
+
     def _planned(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> Tensor:
-        if torch.is_grad_enabled() and x_TH.requires_grad:
+        if self.training:
+            raise RuntimeError("a block plan is active and the model is in training mode: call model.eval() to decode")
+        if torch.is_grad_enabled() and (x_TH.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise RuntimeError(
                 "a block plan is active and gradients are required: reused rows have none. Decode under "
                 "torch.no_grad(), or train without a plan"

@@ -31,7 +31,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", "grouped", "loop", "reference")
 def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     """Whether `torch.nn.functional.grouped_mm` takes these weights, and if not, why.
 
-    Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA); row strides must be a multiple of
+    Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA and under torch.compile); row strides must be a multiple of
     16 bytes.
     """
     if not hasattr(F, "grouped_mm"):
@@ -39,6 +39,8 @@ def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     weight = stacked.down_EHF
     if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
         return False, f"grouped_mm on CUDA takes bfloat16, the experts are {weight.dtype}"
+    if torch.compiler.is_compiling() and weight.dtype != torch.bfloat16:
+        return False, f"torch.compile traces grouped_mm in bfloat16 only, the experts are {weight.dtype}"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False, f"grouped_mm takes float32, bfloat16 or float16, the experts are {weight.dtype}"
     for name, size in (("hidden size", weight.shape[1]), ("expert inner size", weight.shape[2])):
