@@ -10,7 +10,9 @@ from typing import Any
 
 from epoch_moe.families import describe_block
 from epoch_moe.models.loading import read_checkpoint
+from epoch_moe.models.stacked_checkpoint import is_expert
 
+_LAYOUT_WORDS = {"per_expert": "one tensor each", "stacked": "stacked by projection", "fused": "fused into w1 and w2"}
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -30,7 +32,7 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
             f"{checkpoint.dtypes[odd[0]]}: expected {', '.join(_ITEM_BYTES)}"
         )
     stored = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
-    expert_bytes = sum(size for key, size in stored.items() if ".experts." in key)
+    expert_bytes = sum(size for key, size in stored.items() if is_expert(key))
     spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
     result: dict[str, Any] = {
         "checkpoint": str(path_or_id),
@@ -48,10 +50,11 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "eos_token_id": config.eos_token_id,
         "moe_layers": 0 if spec is None else len(sizes.moe_layers),
+        "expert_layout": checkpoint.layout,
         "patch": [],
     }
     if spec is not None:
-        router = spec.router
+        router, as_released = spec.router, checkpoint.layout == "per_expert"
         result.update(
             family=spec.family,
             patch=[f"model.layers.{layer}.mlp -> EpochMoEBlock({spec.family})" for layer in sizes.moe_layers],
@@ -63,8 +66,9 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
             expert_inner_size=sizes.expert_inner,
             shared_expert=sizes.shared_inner > 0,
             bytes_per_expert=expert_bytes // (len(sizes.moe_layers) * router.num_experts),
-            moved_bytes=expert_bytes,
-            peak_extra_bytes=2 * expert_bytes // (3 * len(sizes.moe_layers)),
+            # Other layouts are read into stacked storage.
+            moved_bytes=expert_bytes if as_released else 0,
+            peak_extra_bytes=2 * expert_bytes // (3 * len(sizes.moe_layers)) if as_released else 0,
         )
     return result
 
@@ -89,7 +93,8 @@ def inspection_text(result: Mapping[str, Any]) -> str:
     lines += [
         f"family: {result['family']}; router {kind}: " + ", ".join(f"{k} {v}" for k, v in router.items()),
         f"experts: {size(result['expert_bytes'])}, {size(result['bytes_per_expert'])} each, inner size "
-        f"{result['expert_inner_size']}, {'with' if result['shared_expert'] else 'without'} a shared expert",
+        f"{result['expert_inner_size']}, {'with' if result['shared_expert'] else 'without'} a shared expert, "
+        f"{_LAYOUT_WORDS[result['expert_layout']]}",
         f"patch() would replace {result['moe_layers']} blocks, move {size(result['moved_bytes'])} into stacked storage "
         f"(peak extra memory {size(result['peak_extra_bytes'])}), and leave state_dict as it is:",
         *(f"  {line}" for line in result["patch"][:3]),

@@ -31,8 +31,8 @@ BACKENDS: tuple[Backend, ...] = ("auto", "grouped", "loop", "reference")
 def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     """Whether `torch.nn.functional.grouped_mm` takes these weights, and if not, why.
 
-    Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA and under torch.compile); row strides must be a multiple of
-    16 bytes.
+    Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA and under torch.compile); row strides
+    must be a multiple of 16 bytes.
     """
     if not hasattr(F, "grouped_mm"):
         return False, f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"

@@ -18,17 +18,15 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 3
-_LAYOUT = "per-expert tensors mlp.experts.<i>.{gate,up,down}_proj.weight"
+_LAYOUTS = (
+    "mlp.experts.<i>.{gate,up,down}_proj.weight (as released), mlp.experts.{gate,up,down}_proj (dFactory) and mlp.w1, "
+    "mlp.w2 (dInfer)"
+)
 _FOREIGN_LAYOUTS = (
     (
-        re.compile(r"\.mlp\.experts\.(gate|up|down)_proj(\.weight)?$"),
-        "stacked experts (one [experts, ...] tensor per projection, as dFactory trains with)",
-        "split them with dFactory's scripts/moe_convertor.py",
-    ),
-    (
-        re.compile(r"\.mlp\.(experts\.)?(w1|w2|w13_weight|w2_weight)(\.weight)?$"),
-        "fused experts (w1 [experts, 2 x inner, hidden] and w2, as dInfer serves)",
-        "load the checkpoint that they were fused from",
+        re.compile(r"\.mlp\.experts\.(w13_weight|w2_weight)$"),
+        "the parameters of a serving engine (w13_weight and w2_weight)",
+        "load the checkpoint that they were loaded from",
     ),
     (
         re.compile(r"\.mlp\.switch_mlp\."),
@@ -184,8 +182,7 @@ def check_keys(
         foreign = [key for key in headers if pattern.search(key)]
         if foreign:
             raise ValueError(
-                f"{folder} stores {layout}: {_some(foreign)}. Supported on disk: {_LAYOUT}, as in the released "
-                f"checkpoints; {advice}"
+                f"{folder} stores {layout}: {_some(foreign)}. Supported on disk: {_LAYOUTS}; {advice}"
             )
     optional = set(optional)
     missing = expected.keys() - headers.keys() - optional

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.models.checkpoint import TensorHeader, check_keys, read_config, read_headers
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
+from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, stored_shapes
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Folder of the checkpoints that come with the package."""
@@ -24,6 +27,8 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[P
     "lladamoe": (LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM),
     "llada": (LLaDAConfig, LLaDAMoEModel, LLaDAMoEModelLM),
 }
+_ALIASES: dict[Any, str] = {"llada2_moe_veomni": "llada2_moe"}
+"""Names that training code gives to a model whose experts it stacks."""
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -71,6 +76,7 @@ def load_model(
 
     The checkpoint is checked before anything is built: every shard present and complete, every key and shape as
     the model expects. No code from the checkpoint runs: the class follows from `model_type` in its config.json.
+    Experts may be stored one by one, stacked by projection or fused (docs/patching.md).
 
     Args:
         path_or_id: a name from `builtin_checkpoints`, a local folder, or a Hugging Face Hub id ``"owner/name"``, in
@@ -100,18 +106,25 @@ def load_model(
     folder = _locate(path_or_id, revision, local_files_only)
     config, lm_class = _classes(folder)
     headers = read_headers(folder)
-    _check_against_model(folder, headers, lm_class, config)
-    model, info = lm_class.from_pretrained(
-        folder,
-        config=config,
-        dtype=requested_dtype or _stored_dtype(folder, headers),
-        attn_implementation=attn_implementation,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    _check_loaded(folder, model, info)
-    model.to(target_device)
+    layout = _check_against_model(folder, headers, lm_class, config)
+    weights_dtype = requested_dtype or _stored_dtype(folder, headers)
+    if layout == "per_expert":
+        model, info = lm_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=weights_dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        _check_loaded(folder, model, info)
+        model.to(target_device)
+    else:
+        build = partial(
+            lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation
+        )
+        model = load_stacked(folder, headers, layout, build, weights_dtype, target_device)
     return model.eval(), _tokenizer(folder)
 
 
@@ -124,6 +137,7 @@ class Checkpoint:
         lm_class: the class that `load_model` would build.
         shapes: every tensor's shape, by state-dict key.
         dtypes: every tensor's safetensors dtype.
+        layout: how the files hold the experts, see `epoch_moe.experts.layouts`.
         stored: whether shapes and dtypes were read from files; False: they are what the configuration implies, in
             bf16 with an fp32 expert bias as released.
         skeleton: the model on the meta device, with one layer of each kind.
@@ -133,6 +147,7 @@ class Checkpoint:
     lm_class: type[PreTrainedModel]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    layout: LayoutName
     stored: bool
     skeleton: nn.Module
 
@@ -149,17 +164,20 @@ def read_checkpoint(
     config, lm_class = _classes(folder)
     if any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir():
         headers = read_headers(folder)
-        _check_against_model(folder, headers, lm_class, config)
+        layout = _check_against_model(folder, headers, lm_class, config)
         shapes = {key: header.shape for key, header in headers.items()}
         dtypes = {key: header.dtype for key, header in headers.items()}
-        return Checkpoint(config, lm_class, shapes, dtypes, True, _skeleton(lm_class, config)[0])
+        return Checkpoint(config, lm_class, shapes, dtypes, layout, True, _skeleton(lm_class, config)[0])
     shapes = _expected_shapes(lm_class, config)
     dtypes = {key: "F32" if key.endswith("expert_bias") else "BF16" for key in shapes}
-    return Checkpoint(config, lm_class, shapes, dtypes, False, _skeleton(lm_class, config)[0])
+    return Checkpoint(config, lm_class, shapes, dtypes, "per_expert", False, _skeleton(lm_class, config)[0])
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    config_class, _, lm_class = _family(folder, read_config(folder))
+    written = read_config(folder)
+    config_class, _, lm_class = _family(folder, written)
+    if written["model_type"] in _ALIASES:
+        return config_class.from_dict({**written, "model_type": _ALIASES[written["model_type"]]}), lm_class
     return config_class.from_pretrained(folder), lm_class
 
 
@@ -247,11 +265,7 @@ def _family(
             f"{folder} is quantised (quantization_config.quant_method={method!r}): expected bfloat16, float16 or "
             "float32 weights; load the unquantised checkpoint"
         )
-    if model_type == "llada2_moe_veomni":
-        raise ValueError(
-            f"{folder} has model_type='llada2_moe_veomni', dFactory's training layout with stacked experts: expected "
-            "'llada2_moe'; split it with dFactory's scripts/moe_convertor.py"
-        )
+    model_type = _ALIASES.get(model_type, model_type)
     if model_type not in _FAMILIES:
         raise ValueError(f"{folder} has model_type={model_type!r}: expected one of {_quoted(_FAMILIES)}")
     return _FAMILIES[model_type]
@@ -298,14 +312,17 @@ def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> 
 
 def _check_against_model(
     folder: Path, headers: dict[str, TensorHeader], lm_class: Callable[..., Any], config: PretrainedConfig
-) -> None:
-    expected = _expected_shapes(lm_class, config)
+) -> LayoutName:
+    """Refuse tensors that do not fit the model; how the files hold the experts."""
+    layout = find_layout(headers)
+    expected = stored_shapes(_expected_shapes(lm_class, config), layout)
     optional: list[str] = []
     if getattr(config, "tie_word_embeddings", False):
         optional.append("lm_head.weight")
     if not getattr(config, "moe_router_enable_expert_bias", True):
         optional += [key for key in expected if key.endswith("expert_bias")]
     check_keys(folder, headers, expected, optional)
+    return layout
 
 
 def _check_loaded(folder: Path, model: nn.Module, info: dict[str, Any]) -> None:

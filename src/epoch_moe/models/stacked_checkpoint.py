@@ -1,0 +1,143 @@
+"""Checkpoints that hold a layer's experts in few tensors: dFactory's stacked ones, dInfer's fused ones.
+
+They are loaded into the same classes as released checkpoints: each expert's parameters are views of the layer's stacked
+tensors, which are filled one layer at a time, so that no weight exists twice. Saving such a model writes the released
+layout.
+
+Shape suffixes: E experts, F expert inner size, H hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
+from epoch_moe.models.checkpoint import TensorHeader
+
+_RELEASED = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_STACKED = re.compile(r".*\.mlp\.experts\.(gate|up|down)_proj")
+_FUSED = re.compile(r".*\.mlp\.(w1|w2)")
+
+
+def find_layout(keys: Iterable[str]) -> LayoutName:
+    """How a checkpoint with these tensors holds its experts."""
+    names = list(keys)
+    if any(_STACKED.fullmatch(key) for key in names):
+        return "stacked"
+    return "fused" if any(_FUSED.fullmatch(key) for key in names) else "per_expert"
+
+
+def is_expert(key: str) -> bool:
+    """Whether a tensor of this name holds routed experts, in whatever layout."""
+    return any(pattern.fullmatch(key) for pattern in (_RELEASED, _STACKED, _FUSED))
+
+
+def stored_shapes(shapes: Mapping[str, tuple[int, ...]], layout: LayoutName) -> dict[str, tuple[int, ...]]:
+    """What the model's tensors (``shapes`` by state-dict key) are called in a checkpoint of ``layout``."""
+    if layout == "per_expert":
+        return dict(shapes)
+    stored = {key: shape for key, shape in shapes.items() if not _RELEASED.fullmatch(key)}
+    for prefix, (num_experts, inner, hidden) in _blocks(shapes).items():
+        down = (num_experts, hidden, inner)
+        if layout == "stacked":
+            part = (num_experts, inner, hidden)
+            stored |= {f"{prefix}.experts.{n}": s for n, s in zip(PROJECTIONS, (part, part, down), strict=True)}
+        else:
+            stored |= {f"{prefix}.w1": (num_experts, 2 * inner, hidden), f"{prefix}.w2": down}
+    return stored
+
+
+def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int, int]]:
+    """(E, F, H) of each MoE block, by its module path."""
+    blocks: dict[str, tuple[int, int, int]] = {}
+    for key, shape in shapes.items():
+        match = _RELEASED.fullmatch(key)
+        if match and match[3] == "gate_proj":
+            count = max(int(match[2]) + 1, blocks.get(match[1], (0,))[0])
+            blocks[match[1]] = (count, shape[0], shape[1])
+    return blocks
+
+
+def load_stacked(
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    layout: LayoutName,
+    build: Callable[[], Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The model of a checkpoint that `check_keys` has passed.
+
+    Args:
+        folder: of the checkpoint.
+        headers: its tensors.
+        layout: as `find_layout` said.
+        build: makes the model; called with meta as default device.
+        dtype: of the weights; expert biases are fp32 always.
+        device: where the weights go, straight from the file.
+    """
+    with torch.device("meta"):
+        model = build()
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    with ExitStack() as stack:
+        names = {header.file for header in headers.values()}
+        files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)}
+
+        def read(key: str) -> Tensor:
+            return files[headers[key].file].get_tensor(key)  # type: ignore[no-any-return]
+
+        for prefix, sizes in _blocks(shapes).items():
+            _fill_experts(model.get_submodule(prefix), prefix, layout, sizes, read, dtype, device)
+        others: dict[str, Tensor] = {}
+        for key in shapes:
+            if _RELEASED.fullmatch(key):
+                continue
+            kept = torch.float32 if key.endswith("expert_bias") else dtype
+            if key in headers:
+                # A copy also where nothing changes: what is read may be a view of the file.
+                others[key] = torch.empty(shapes[key], dtype=kept, device=device).copy_(read(key))
+            elif key.endswith("expert_bias"):
+                others[key] = torch.zeros(shapes[key], dtype=kept, device=device)
+        model.load_state_dict(others, assign=True, strict=False)
+    model.tie_weights()
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise RuntimeError(f"loading {folder}: nothing was read for {', '.join(left[:3])}; please report this")
+    return model
+
+
+def _fill_experts(
+    block: nn.Module,
+    prefix: str,
+    layout: LayoutName,
+    sizes: tuple[int, int, int],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    num_experts, inner, hidden = sizes
+    gate_up_E2FH = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype, device=device)
+    down_EHF = torch.empty(num_experts, hidden, inner, dtype=dtype, device=device)
+    if layout == "fused":
+        targets = dict(zip(FUSED, (gate_up_E2FH, down_EHF), strict=True))
+        stored = {name: f"{prefix}.{name}" for name in FUSED}
+    else:
+        parts = (gate_up_E2FH[:, :inner], gate_up_E2FH[:, inner:], down_EHF)
+        targets = dict(zip(PROJECTIONS, parts, strict=True))
+        stored = {name: f"{prefix}.experts.{name}" for name in PROJECTIONS}
+    for name, target in targets.items():
+        target.copy_(read(stored[name]))
+    state: dict[str, Tensor] = {}
+    for expert in range(num_experts):
+        views = (gate_up_E2FH[expert, :inner], gate_up_E2FH[expert, inner:], down_EHF[expert])
+        state |= {f"{expert}.{name}.weight": view for name, view in zip(PROJECTIONS, views, strict=True)}
+    # `ExpertWeights` finds them in their places and copies nothing.
+    block.experts.load_state_dict(state, assign=True)  # type: ignore[union-attr, operator]
