@@ -197,7 +197,10 @@ def _check_tensors(named: Sequence[tuple[str, Any]]) -> None:
             advice = ": gather it with full_tensor()" if kind == "DTensor" else ""
             raise TypeError(f"{where} is {kind}: expected a plain nn.Parameter{advice}")
         if weight.device.type == "meta":
-            raise TypeError(f"{where} is on the meta device: load or materialise it first")
+            raise TypeError(
+                f"{where} is on the meta device: load it first. Where accelerate offloads it (device_map, cpu_offload): "
+                "load the model without offloading, or undo that with accelerate.hooks.remove_hook_from_submodules"
+            )
         if weight.dtype not in _DTYPES:
             raise TypeError(
                 f"{where} has dtype {weight.dtype}: quantised experts are not supported; load the model in bfloat16, "
