@@ -1,4 +1,4 @@
-"""A block of the released LLaDA2 remote code's contract under other names, which calls its modules, and a model of it."""
+"""A block of the released LLaDA2 remote code's contract under other names, calling its modules, and a model of it."""
 
 from __future__ import annotations
 

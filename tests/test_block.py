@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import relative_error
-from released_block import GROUPS, H, KEPT, K, Mlp, OddlyNamedMixture, Stack
+from released_block import GROUPS, KEPT, H, K, Mlp, OddlyNamedMixture, Stack
 from torch import nn
 
 import epoch_moe
@@ -15,6 +15,7 @@ from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.families import describe_block
 from epoch_moe.plan.context import BlockPlanContext
+
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,6 +1,8 @@
 """The Python in README and docs runs as printed, and does what the text around it says."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,26 @@ def test_the_loop_that_opens_no_plan_gets_one(capsys):
     exec(compile(python_block("docs/plans.md", 1), "docs/plans.md", "exec"), {})
     out = capsys.readouterr().out
     assert "14 iteration, 1 request" in out and "rows saved" in out and "rows saved 0.0%" not in out
+
+
+def table_rows() -> list[list[str]]:
+    text = (ROOT / "docs" / "patching.md").read_text()
+    table = text.split("<!-- patch table -->\n")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_every_row_of_the_patch_table_names_a_test_that_is_collected():
+    rows = table_rows()
+    assert len(rows) > 40 and all(len(row) == 3 and all(row) for row in rows)
+    named = {}
+    for situation, _, test in rows:
+        match = re.fullmatch(r"`((?:\w+/)?test_\w+\.py)::(test_\w+)`", test)
+        assert match, f"{situation}: {test} is no `file.py::test`"
+        named.setdefault(match[1], set()).add(match[2])
+    files = [str(ROOT / "tests" / file) for file in sorted(named)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    collected = set(re.findall(r"tests/((?:\w+/)?\w+\.py)::(\w+)", done.stdout))
+    missing = [f"{file}::{test}" for file, tests in named.items() for test in tests if (file, test) not in collected]
+    assert not missing, missing

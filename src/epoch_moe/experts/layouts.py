@@ -98,7 +98,7 @@ class PerExpert:
                 plain = isinstance(linear, nn.Linear) and getattr(_forward(linear), "__func__", None) is _LINEAR
                 if not plain or linear._modules:  # type: ignore[union-attr]
                     raise TypeError(
-                        f"{where} is {type(linear).__name__}, not nn.Linear with its own forward: quantised, hooked, "
+                        f"{where} is {_qualified(linear)}, not nn.Linear with its own forward: quantised, hooked, "
                         "adapter-wrapped or otherwise replaced experts are not supported. Dequantise, merge or remove "
                         "what wraps them first"
                     )
@@ -189,6 +189,11 @@ def _forward(module: nn.Module) -> Any:
     return module.__dict__.get("_old_forward", module.forward)
 
 
+def _qualified(thing: object) -> str:
+    """The class of something, with the module that it comes from."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
 def _check_tensors(named: Sequence[tuple[str, Any]]) -> None:
     first_name, first = named[0]
     for where, weight in named:
@@ -198,8 +203,9 @@ def _check_tensors(named: Sequence[tuple[str, Any]]) -> None:
             raise TypeError(f"{where} is {kind}: expected a plain nn.Parameter{advice}")
         if weight.device.type == "meta":
             raise TypeError(
-                f"{where} is on the meta device: load it first. Where accelerate offloads it (device_map, cpu_offload): "
-                "load the model without offloading, or undo that with accelerate.hooks.remove_hook_from_submodules"
+                f"{where} is on the meta device: load it first. Where accelerate offloads it (device_map, "
+                "cpu_offload): load the model without offloading, or undo that with "
+                "accelerate.hooks.remove_hook_from_submodules"
             )
         if weight.dtype not in _DTYPES:
             raise TypeError(
