@@ -139,14 +139,12 @@ def _check_out(out: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) ->
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors meet (true as well for views that interleave without touching)."""
-    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if not a.numel() or not b.numel() or a.device != b.device:
         return False
-    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
-    return a_start < b_end and b_start < a_end
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte behind the last one, inside the storage."""
+def _end(tensor: Tensor) -> int:
+    """The address behind a tensor's last element."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = int(tensor.storage_offset()), tensor.element_size()
-    return start * size, (start + int(last) + 1) * size
+    return tensor.data_ptr() + (int(last) + 1) * tensor.element_size()

@@ -262,7 +262,7 @@ class RowStore:
         rebuild_LS = masks.cold_S | (self._short_LS & masks.active_S)
         lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.vote_T)
         counts = torch.stack([mask.sum() for mask in lists])
-        numbers = torch.cat((counts, masks.trouble.long(), rebuild_LS.any(dim=1).long())).tolist()
+        numbers = self._read(torch.cat((counts, masks.trouble.long(), rebuild_LS.any(dim=1).long())))
         valid, fresh, reuse, stored, restricted, votes = numbers[: len(lists)]
         self._refuse(numbers[len(lists) :][: len(_TROUBLE)])
         rebuilds = numbers[len(lists) + len(_TROUBLE) :]
@@ -301,6 +301,11 @@ class RowStore:
         self._restored = set()
         self._open = FreshRows(rows, masks, ids_T, rebuild_L, self._number)
         return self._open
+
+    @staticmethod
+    def _read(numbers: Tensor) -> list[int]:
+        """The one host sync of a forward."""
+        return numbers.tolist()  # type: ignore[no-any-return]
 
     def _adopt(self, masks: RowMasks, ids_T: Tensor) -> None:
         """Take over the keys of this forward, and void the entries that it could not use."""

@@ -1,0 +1,75 @@
+"""What docs/engines.md says about waiting: on fake tensors, whatever reads a value raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import epoch_moe.functional.layer
+import epoch_moe.functional.moe
+from epoch_moe.config import EpochConfig
+from epoch_moe.functional import (
+    RouterSpec,
+    RowKeys,
+    RowStore,
+    expert_views,
+    fresh_rows,
+    moe_forward,
+    restore_rows,
+    route,
+    route_rows,
+)
+from epoch_moe.plan.rows import decide
+
+L, S, W, H, F_INNER, E, K = 2, 3, 4, 32, 16, 16, 4
+SPEC = RouterSpec(kind="sigmoid_group", num_experts=E, top_k=K, n_group=4, topk_group=2)
+#         valid, fresh, reuse, stored, restricted, votes, trouble, layers that compile a support
+NUMBERS = [12, 5, 7, 2, 3, 3, *[0] * 5, *[0] * L]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EpochConfig(),
+        EpochConfig.exact(),
+        EpochConfig(on_miss="drop", restrict_new=True),
+        EpochConfig(on_miss="expand", refresh_interval=None),
+    ],
+)
+@torch.no_grad()
+def test_a_warm_forward_waits_once(config: EpochConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (epoch_moe.functional.moe, epoch_moe.functional.layer):  # fake tensors have no addresses to compare
+        monkeypatch.setattr(module, "share_memory", lambda a, b: False)
+    with FakeTensorMode():
+        store = RowStore(config, SPEC, num_layers=L, max_slots=S, window=W, hidden_size=H)
+        slot_T = torch.arange(S).repeat_interleave(W)
+        keys = RowKeys(slot_T, slot_T + 1, slot_T * 0, torch.arange(W).repeat(S))
+        ids_T, live_T = torch.zeros(S * W, dtype=torch.long), torch.zeros(S * W, dtype=torch.bool)
+        decide(store, keys, ids_T, live_T, live_T)
+        with pytest.raises(DataDependentOutputException):
+            fresh_rows(store, keys, ids_T, live_T)
+        monkeypatch.setattr(RowStore, "_read", staticmethod(lambda numbers: NUMBERS))
+        views = expert_views(
+            torch.zeros(E, 2 * F_INNER, H, dtype=torch.bfloat16), torch.zeros(E, H, F_INNER, dtype=torch.bfloat16)
+        )
+        x_TH, out = (torch.zeros(S * W, H, dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(2):
+            fresh = fresh_rows(store, keys, ids_T, live_T, changed_T=live_T)
+            assert fresh.num_fresh == 5
+            for layer in range(L):
+                x_RH = fresh.pick(x_TH)
+                routing = route_rows(store, layer, fresh, torch.zeros(5, E), torch.zeros(E))
+                y_RH = moe_forward(
+                    x_RH, routing.ids_TK, routing.weights_TK, views, expert_map=torch.arange(E), backend="grouped"
+                )
+                restore_rows(store, layer, fresh, y_RH, out=out)
+            store.invalidate(slot_T[:3], slot_T[:3])
+            store.invalidate(slot_T[:1])
+            store.complete(fresh)
+        routing, _ = route(x_TH, torch.zeros(E, H), torch.zeros(E), SPEC)
+        moe_forward(x_TH, routing.ids_TK, routing.weights_TK, views, expert_range=(0, E), out=out, backend="grouped")
+        with pytest.raises(DataDependentOutputException):  # these two do wait
+            moe_forward(x_TH, routing.ids_TK, routing.weights_TK, views, backend="loop")
+        with pytest.raises(DataDependentOutputException):
+            moe_forward(x_TH, routing.ids_TK, routing.weights_TK, views, backend="grouped", workspace=1000)
