@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -58,6 +59,27 @@ def test_signatures_are_these() -> None:
         "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
         "balance_ranks", "max_experts_per_rank", "refresh_interval", "future_rows", "backend",
     ]
+
+
+def test_the_functional_package_is_this() -> None:
+    functional = importlib.import_module("epoch_moe.functional")
+    assert functional.__all__ == [
+        "NO_EXPERT", "NO_SLOT", "NO_STATE", "ExpertViews", "FreshRows", "RouterSpec", "Routing", "RowKeys", "RowMasks",
+        "RowStore", "compile_support", "expert_views", "fresh_rows", "moe_forward", "restore_rows", "route",
+        "route_rows", "router_logits", "router_spec", "supports",
+    ]
+
+    def parameters(name: str) -> list[str]:
+        return list(inspect.signature(getattr(functional, name)).parameters)
+
+    assert parameters("moe_forward") == [
+        "x_TH", "topk_ids_TK", "topk_weights_TK", "gate_up", "down", "expert_range", "expert_map", "out", "workspace",
+        "backend",
+    ]
+    assert parameters("fresh_rows") == ["store", "keys", "ids_T", "live_T", "changed_T"]
+    assert parameters("route_rows") == ["store", "layer", "fresh", "logits_RE", "bias_E"]
+    assert parameters("restore_rows") == ["store", "layer", "fresh", "y_RH", "out"]
+    assert parameters("RowKeys") == ["slot_T", "generation_T", "block_T", "position_T"]
 
 
 @pytest.mark.parametrize(
