@@ -373,6 +373,17 @@ def test_a_stable_row_is_reused_and_the_others_are_not() -> None:
     assert runner.run(window(), [1, 2, 0, 7, 4, MASK]) == [2, 5]
 
 
+def test_a_decoded_row_that_may_still_be_edited_is_not_cached() -> None:
+    runner, stable = Runner.make(), torch.arange(1, W + 1)
+    for live, expected in (([1], ALL), ([], [1]), ([], []), ([2], [2]), ([], [2]), ([], [])):
+        poison(runner.store)
+        live_T = torch.zeros(W, dtype=torch.bool)
+        live_T[live] = True
+        fresh = fresh_rows(runner.store, window(), stable, live_T)
+        assert fresh.rows.fresh_R.tolist() == expected
+        assert runner.model.functional(runner.store, fresh, torch.randn(W, H)).isfinite().all()
+
+
 @pytest.mark.parametrize("other", [{"generation": 2}, {"block": 1}, {"generation": 0}])
 def test_another_request_or_block_starts_cold(other: dict[str, int]) -> None:
     runner = Runner.make()

@@ -68,7 +68,6 @@ class RowMasks:
         active_S: slots with state that have rows here.
         cold_S: those of them that are in the first forward of their block.
         generation_S, block_S, forwards_S: int64, key and forward count of each slot, as of this forward.
-        reset_S: slots whose former entries are void: their key has changed.
         trouble: bool ``[5]``, see `_TROUBLE`.
     """
 
@@ -86,7 +85,6 @@ class RowMasks:
     generation_S: Tensor
     block_S: Tensor
     forwards_S: Tensor
-    reset_S: Tensor
     trouble: Tensor
 
 
@@ -305,7 +303,7 @@ class RowStore:
     @staticmethod
     def _read(numbers: Tensor) -> list[int]:
         """The one host sync of a forward."""
-        return numbers.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()
 
     def _adopt(self, masks: RowMasks, ids_T: Tensor) -> None:
         """Take over the keys of this forward, and void the entries that it could not use."""
@@ -318,7 +316,6 @@ class RowStore:
         self._generation_S.copy_(masks.generation_S)
         self._block_S.copy_(masks.block_S)
         self._forwards_S.copy_(masks.forwards_S)
-        self._short_LS.masked_fill_(masks.reset_S, False)
         self._voided.zero_()
 
     def complete(self, fresh: FreshRows) -> None:
@@ -487,7 +484,6 @@ def decide(store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, change
         generation_S=generation_S,
         block_S=block_S,
         forwards_S=forwards_S,
-        reset_S=reset_S,
         trouble=trouble,
     )
 
