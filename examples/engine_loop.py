@@ -47,7 +47,7 @@ from epoch_moe.functional import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One prompt on its way through the engine."""
 

@@ -76,7 +76,7 @@ def test_the_functional_package_is_this() -> None:
         "x_TH", "topk_ids_TK", "topk_weights_TK", "gate_up", "down", "expert_range", "expert_map", "out", "workspace",
         "backend",
     ]
-    assert parameters("fresh_rows") == ["store", "keys", "ids_T", "live_T", "changed_T"]
+    assert parameters("fresh_rows") == ["store", "keys", "ids_T", "live_T", "mask_id", "changed_T"]
     assert parameters("route_rows") == ["store", "layer", "fresh", "logits_RE", "bias_E"]
     assert parameters("restore_rows") == ["store", "layer", "fresh", "y_RH", "out"]
     assert parameters("RowKeys") == ["slot_T", "generation_T", "block_T", "position_T"]

@@ -46,7 +46,7 @@ def test_a_warm_forward_waits_once(config: EpochConfig, monkeypatch: pytest.Monk
         slot_T = torch.arange(S).repeat_interleave(W)
         keys = RowKeys(slot_T, slot_T + 1, slot_T * 0, torch.arange(W).repeat(S))
         ids_T, live_T = torch.zeros(S * W, dtype=torch.long), torch.zeros(S * W, dtype=torch.bool)
-        decide(store, keys, ids_T, live_T, live_T)
+        decide(store, keys, ids_T, live_T, 0, live_T)
         with pytest.raises(DataDependentOutputException):
             fresh_rows(store, keys, ids_T, live_T)
         monkeypatch.setattr(RowStore, "_read", staticmethod(lambda numbers: NUMBERS))
@@ -55,7 +55,7 @@ def test_a_warm_forward_waits_once(config: EpochConfig, monkeypatch: pytest.Monk
         )
         x_TH, out = (torch.zeros(S * W, H, dtype=torch.bfloat16) for _ in range(2))
         for _ in range(2):
-            fresh = fresh_rows(store, keys, ids_T, live_T, changed_T=live_T)
+            fresh = fresh_rows(store, keys, ids_T, live_T, mask_id=9, changed_T=live_T)
             assert fresh.num_fresh == 5
             for layer in range(L):
                 x_RH = fresh.pick(x_TH)

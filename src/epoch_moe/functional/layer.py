@@ -16,10 +16,16 @@ from epoch_moe.routing import NO_EXPERT, Routing, router_scores
 
 
 def fresh_rows(
-    store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, *, changed_T: Tensor | None = None
+    store: RowStore,
+    keys: RowKeys,
+    ids_T: Tensor,
+    live_T: Tensor,
+    *,
+    mask_id: int | None = None,
+    changed_T: Tensor | None = None,
 ) -> FreshRows:
     """Decide once per forward which rows are computed; see `RowStore.fresh_rows`. One host sync."""
-    return store.fresh_rows(keys, ids_T, live_T, changed_T=changed_T)
+    return store.fresh_rows(keys, ids_T, live_T, mask_id=mask_id, changed_T=changed_T)
 
 
 def route_rows(

@@ -63,7 +63,7 @@ class RowMasks:
         kept_T: its present cache entry stays usable.
         restricted_T: fresh, and selects inside its slot's support.
         joining_T: fresh, and its experts join the support.
-        vote_T: a live row; supports are compiled from these.
+        vote_T: a live row that holds no token; supports are compiled from these.
         entry_T: int64, its cache entry; M where it has none.
         active_S: slots with state that have rows here.
         cold_S: those of them that are in the first forward of their block.
@@ -236,6 +236,7 @@ class RowStore:
         ids_T: Tensor,
         live_T: Tensor,
         *,
+        mask_id: int | None = None,
         changed_T: Tensor | None = None,
     ) -> FreshRows:
         """Decide what the next forward computes. One host sync.
@@ -244,6 +245,8 @@ class RowStore:
             keys: of the forward's rows, in any order; each (slot, position) once.
             ids_T: int64, token ids.
             live_T: bool, rows whose logits can still change a decode decision (MASK now); never cached.
+            mask_id: id of undecoded positions, for decoders that edit tokens: a live row that holds a token routes as
+                freely as a newly decoded one. Without it every live row counts as undecoded.
             changed_T: bool, rows whose cached output must not be used although key and token fit.
 
         A slot seen under another generation or block than last time starts anew: cold, nothing reused. A slot without
@@ -256,7 +259,7 @@ class RowStore:
         """
         self._check(keys, ids_T, live_T, changed_T)
         ids_T = ids_T.to(torch.int64, copy=True)
-        masks = decide(self, keys, ids_T, live_T, changed_T)
+        masks = decide(self, keys, ids_T, live_T, mask_id, changed_T)
         rebuild_LS = masks.cold_S | (self._short_LS & masks.active_S)
         lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.vote_T)
         counts = torch.stack([mask.sum() for mask in lists])
@@ -415,7 +418,9 @@ class RowStore:
                 raise ValueError(f"keys: {message.format(slots=self.max_slots - 1, window=self.window - 1)}")
 
 
-def decide(store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, changed_T: Tensor | None) -> RowMasks:
+def decide(
+    store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, mask_id: int | None, changed_T: Tensor | None
+) -> RowMasks:
     """What happens to each row, from keys, tokens and the store's state; reads no value on the host.
 
     The rules are those of `epoch_moe.plan.liveness`, per slot: each slot has its own cold pass and its own refresh.
@@ -454,7 +459,10 @@ def decide(store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, change
     fresh_T = valid_T & ~reuse_T
     stored_T = fresh_T & state_T & ~live_T
     warm_T = state_T & ~of_slot(cold_S)
-    restricted_T = fresh_T & warm_T & (state_T if store.config.restrict_new else live_T)
+    # Supports are compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
+    edited_T = torch.zeros_like(live_T) if mask_id is None else live_T & (ids_T != mask_id)
+    undecoded_T = live_T & ~edited_T
+    restricted_T = fresh_T & warm_T & (state_T if store.config.restrict_new else undecoded_T)
 
     own_T = torch.stack((generation_S, block_S))
     own_T = torch.cat((own_T, own_T[:, :1]), dim=1)[:, slot_T]
@@ -476,8 +484,8 @@ def decide(store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, change
         stored_T=stored_T,
         kept_T=kept_T,
         restricted_T=restricted_T,
-        joining_T=stored_T & ~cached_T & warm_T & ~restricted_T,
-        vote_T=live_T,
+        joining_T=(stored_T & ~cached_T | edited_T) & warm_T & ~restricted_T,
+        vote_T=undecoded_T,
         entry_T=entry_T,
         active_S=active_S,
         cold_S=cold_S,
