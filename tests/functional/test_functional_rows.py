@@ -78,7 +78,7 @@ class Model:
             gate_weight="gate.weight",
             gate_bias="bias" if kind == "sigmoid_group" else None,
         )
-        self.blocks = [EpochMoEBlock(Mixture(self.router), spec, slot, index) for index in range(LAYERS)]
+        self.blocks = [EpochMoEBlock(Mixture(self.router).eval(), spec, slot, index) for index in range(LAYERS)]
         self.patched = SimpleNamespace(
             slot=slot,
             routing_block=None,
