@@ -1,6 +1,7 @@
 """The benchmark scripts run, refuse to time wrong results, and write the JSON that the docs quote."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -52,3 +53,69 @@ def test_sweep_writes_every_cell(tmp_path):
     exact = next(c for c in cells if c["coverage"] is None and c["refresh_interval"] == 1)
     assert exact["agreement"] == 1.0 and exact["pairs"] == pytest.approx(1.0)
     assert table.read_text().count("\n| ") == 1 + 10
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traffic") / "traffic.json"
+    done = run(
+        "freshlane_traffic.py", "--quick", "--shape", "llada-moe", "--ranks", "4", "--batch", "8", "--json", str(path)
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_traffic_is_counted_as_it_is_sent(traffic):
+    """The script itself refuses results and bytes of gloo ranks that differ; here, numbers from first principles."""
+    assert traffic["ratio_to_best_dense"] == traffic["shapes"]["llada-moe"]["ratio_to_best_dense"]
+    assert "llada-moe, default plan, 4 ranks, batch 8" in traffic["ratio_to_best_dense_of"]
+    numbers = next(c for c in traffic["shapes"]["llada-moe"]["counts"] if c["plan"] == "default")
+    rows, hidden, top_k = 8 * (64 + 7 * 32), 64, 8
+    # Four more decoded before each forward. Fresh: the lead, then rows that are not decoded or not cached yet; M = 5.
+    assert numbers["rows"] == rows and numbers["fresh_rows"] == 8 * (32 + 32 + 32 + 28 + 24 + 20 + 32 + 12 + 8)
+    assert numbers["b_gathered"]["rows"] == rows * 3
+    assert numbers["b_gathered"]["bytes"] == rows * 3 * (2 * hidden + 8 * top_k + 2 * hidden)
+    per_pair = numbers["a_per_pair"]
+    assert per_pair["dispatch_bytes"] == per_pair["rows"] * (2 * hidden + 8)
+    assert per_pair["rows"] == pytest.approx(rows * top_k * 3 / 4, rel=0.1)
+    assert numbers["freshlane"]["rows"] < numbers["all_rows_once_per_rank"]["rows"] < per_pair["rows"]
+    best = min(per_pair["bytes"], numbers["b_gathered"]["bytes"])
+    assert numbers["ratio_to_best_dense"] == pytest.approx(numbers["freshlane"]["bytes"] / best)
+    factors = [numbers[key] for key in numbers if key.startswith("factor_")]
+    assert len(factors) == 3 and math.prod(factors) == pytest.approx(numbers["ratio_to_best_dense"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_traffic_reports_the_regime_and_three_ways(traffic):
+    entry = traffic["shapes"]["llada-moe"]
+    asked, reached = entry["regime"]["asked"], entry["regime"]["reached"]
+    for key in ("live", "new", "stable"):
+        assert reached[key] == pytest.approx(asked[key], abs=0.05)
+    assert reached["distinct"] == pytest.approx(asked["distinct"], abs=2)
+    exchange = entry["exchange"]["2"]
+    assert set(exchange["seconds"]) == set(exchange["moved"]) == {"a", "b", "c"}
+    assert max(exchange["relative_rms"]["float32"].values()) < 1e-5
+    assert {c["plan"] for c in entry["counts"]} == {"default", "paper", "default+placement", "paper+placement"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_at_scale_bounds_what_it_promises(tmp_path):
+    path = tmp_path / "memory.json"
+    done = run("memory_at_scale.py", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    forwards = json.loads(path.read_text())["forwards"]
+    assert [f["fresh_rows"] for f in forwards.values()] == [1024, 32 * 20, 32 * 8]
+    for forward in forwards.values():
+        ways = forward["ways"]
+        # At least the outputs of all pairs exist at one time, and a budget keeps what it promises.
+        assert ways["dense"]["counted_bytes"] > 1024 * 8 * 512 * 2
+        for name in ("dense", "freshlane"):
+            limited = ways[f"{name}, budget"]
+            assert limited["counted_bytes"] <= limited["promised_bytes"]
+            assert limited["counted_bytes"] < ways[name]["counted_bytes"]
+    first, *_, last = forwards.values()
+    assert last["ways"]["freshlane"]["counted_bytes"] < 0.5 * first["ways"]["freshlane"]["counted_bytes"]
