@@ -21,6 +21,7 @@ NAMES = [
     "__version__",
     "generate",
     "generate_semi_autoregressive",
+    "in_step",
     "load_model",
     "open_context",
     "patch",
@@ -46,7 +47,8 @@ def test_signatures_are_these() -> None:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
     loops = ["mask_token_id", "block_length", "editing"]
-    assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops]
+    ranks = ["ep_group", "ep_layout", "ep_capacity"]
+    assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops, *ranks]
     assert parameters(epoch_moe.patched) == ["model", "config", "strict", *loops]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [

@@ -20,6 +20,7 @@ _HOMES = {
     "RouterSpec": "epoch_moe.routing",
     "generate": "epoch_moe.decoding",
     "generate_semi_autoregressive": "epoch_moe.decoding",
+    "in_step": "epoch_moe.plan.context",
     "load_model": "epoch_moe.models",
     "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from epoch_moe.decoding import generate, generate_semi_autoregressive
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patching import PatchReport, patch, patched, unpatch
-    from epoch_moe.plan.context import BlockPlanContext, open_context
+    from epoch_moe.plan.context import BlockPlanContext, in_step, open_context
     from epoch_moe.plan.inferred import plan_report
     from epoch_moe.routing import RouterSpec
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import pick, restore
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
@@ -72,13 +73,23 @@ class EpochMoEBlock(nn.Module):
         slot: where the plan of a forward is found; one for all blocks of a model.
         index: this layer's place among the model's MoE layers.
         backend: how routed experts are computed; under a plan its own configuration decides.
+        ep: the ranks that the experts are split over; None: all are here.
     """
 
-    def __init__(self, original: nn.Module, spec: BlockSpec, slot: PlanSlot, index: int, backend: Backend = "auto"):
+    def __init__(
+        self,
+        original: nn.Module,
+        spec: BlockSpec,
+        slot: PlanSlot,
+        index: int,
+        backend: Backend = "auto",
+        ep: ExpertParallel | None = None,
+    ):
         super().__init__()
         for name in list(self.__dict__):  # what nn.Module itself keeps
             self.__dict__[name] = original.__dict__[name]
         self.spec, self.slot, self.index, self.backend = spec, slot, index, backend
+        self.ep = ep
         self._original = (original,)  # in a tuple, so that it is not registered as a child
         experts = original if spec.layout == "fused" else getattr(original, spec.experts)
         # A block of our own model classes has stacked its experts already: share that storage.
@@ -109,28 +120,31 @@ class EpochMoEBlock(nn.Module):
         batch, seq_len, hidden = hidden_states.shape
         forward = self.slot.active
         router: tuple[Tensor, Tensor] | None
+        shared = _SharedExpert(self, hidden_states)
         if forward is None:
-            routed_TH, router = self._dense(hidden_states, None)
+            routed_TH, router = self._dense(hidden_states, None, shared)
         elif torch.compiler.is_compiling():
             # A plan and its counters are another Python state on every forward: traced, they would be compiled anew.
-            routed_TH, router = torch.compiler.disable(self._under)(hidden_states, forward)
+            routed_TH, router = torch.compiler.disable(self._under)(hidden_states, forward, shared)
         else:
-            routed_TH, router = self._under(hidden_states, forward)
+            routed_TH, router = self._under(hidden_states, forward, shared)
         out = routed_TH.view(batch, seq_len, hidden)
         if self.spec.shared is not None:
-            out = out + getattr(self, self.spec.shared)(hidden_states)
+            out = out + shared.output()
         return (out, router) if self.spec.returns_router else out
 
     def _under(
-        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward, shared: _SharedExpert | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """What a forward under way asks for: rows ``[T,H]``, and router output where they were all computed."""
         step = forward.enter(self.index, x_BSH) if isinstance(forward, ForwardPlan) else None
         if isinstance(forward, ForwardPlan) and step is not None:
-            return self._planned(x_BSH.reshape(-1, x_BSH.shape[-1]), forward, step), None
-        return self._dense(x_BSH, forward)
+            return self._planned(x_BSH.reshape(-1, x_BSH.shape[-1]), forward, step, shared), None
+        return self._dense(x_BSH, forward, shared)
 
-    def _planned(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> Tensor:
+    def _planned(
+        self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep, shared: _SharedExpert | None = None
+    ) -> Tensor:
         if self.training:
             raise RuntimeError("a block plan is active and the model is in training mode: call model.eval() to decode")
         if torch.is_grad_enabled() and (x_TH.requires_grad or any(p.requires_grad for p in self.parameters())):
@@ -139,7 +153,7 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
-        y_RH = self._experts(x_RH, routing, forward)
+        y_RH = self._experts(x_RH, routing, forward, shared)
         assert step.state.cache_MH is not None
         return restore(y_RH, step.rows, step.state.cache_MH)
 
@@ -164,12 +178,13 @@ class EpochMoEBlock(nn.Module):
             cold=step.cold,
             dtype=x_TH.dtype,
             pools_RE=pools_RE,
+            shared=self._shared_support(forward),
         )
         support.count(forward.counters, self.index)
         return x_RH, routing
 
     def _dense(
-        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None, shared: _SharedExpert | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """All rows, all experts: the model's own function, and its router output."""
         spec, (batch, seq_len, hidden) = self.spec.router, x_BSH.shape
@@ -182,8 +197,9 @@ class EpochMoEBlock(nn.Module):
         )
         rows_R = forward.rows_of(x_BSH) if isinstance(forward, DenseForward) else None
         if rows_R is None:
-            return self._experts(x_TH, routing, forward), router
-        y_RH = self._experts(x_TH[rows_R], Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R]), forward)
+            return self._experts(x_TH, routing, forward, shared), router
+        valid = Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R])
+        y_RH = self._experts(x_TH[rows_R], valid, forward, shared)
         return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
 
     def _gate(self) -> tuple[Tensor, Tensor | None]:
@@ -195,19 +211,58 @@ class EpochMoEBlock(nn.Module):
         weight_EH, bias_E = self._gate()
         return router_scores(router_logits(x_TH, weight_EH, self.spec.router), bias_E, self.spec.router)
 
-    def _experts(self, x_RH: Tensor, routing: Routing, forward: ForwardPlan | DenseForward | None) -> Tensor:
-        """Routed experts of some rows, counted."""
+    def _shared_support(self, forward: ForwardPlan) -> SharedSupport | None:
+        """The exchange with ranks that have other sequences, where one support is kept for all."""
+        if self.ep is None or self.ep.layout == "replicated" or forward.config.support_scope == "sequence":
+            return None
+        return SharedSupport(self.ep.ranks, self.name)
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"MoE layer {self.index}"
+
+    def _experts(
+        self,
+        x_RH: Tensor,
+        routing: Routing,
+        forward: ForwardPlan | DenseForward | None,
+        shared: _SharedExpert | None = None,
+    ) -> Tensor:
+        """Routed experts of some rows, counted: all here, or wherever they are."""
+        if self.ep is None:
+            return self._run_local(x_RH, routing.ids_TK, routing.weights_TK, forward, x_RH.shape[0])
+        if torch.is_grad_enabled() and x_RH.requires_grad:
+            raise RuntimeError("experts on several ranks have no backward pass: run under torch.no_grad()")
+        return self.ep.run(
+            x_RH,
+            routing.ids_TK,
+            routing.weights_TK,
+            lambda x_NH, ids_NK, weights_NK: self._run_local(x_NH, ids_NK, weights_NK, forward, x_RH.shape[0]),
+            name=self.name,
+            meanwhile=None if shared is None else shared.compute,
+        )
+
+    def _run_local(
+        self,
+        x_RH: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        forward: ForwardPlan | DenseForward | None,
+        own_rows: int,
+    ) -> Tensor:
+        """The experts that are here."""
         if forward is None:
             # Outside a plan nothing has checked the storage for this forward; gradients go to the parameters.
             stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
         else:
             stacked = self.weights.stacked  # `BlockPlanContext.begin_block` has checked it
-        worklist = build_worklist(routing.ids_TK, self.spec.router.num_experts)
+        worklist = build_worklist(ids_RK, stacked.down_EHF.shape[0])
         if forward is not None:
-            forward.counters.add_layer(self.index, x_RH.shape[0], worklist.counts_E)
+            forward.counters.add_layer(self.index, own_rows, worklist.counts_E)
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
         backend = pick_backend(requested, stacked)
-        return run_experts(x_RH, routing.ids_TK, routing.weights_TK, stacked, backend, worklist)
+        return run_experts(x_RH, ids_RK, weights_RK, stacked, backend, worklist)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:
         # Through the original: its class may keep some tensors in their own dtype.
@@ -224,6 +279,26 @@ class EpochMoEBlock(nn.Module):
         """Family and routing, for `print(model)`."""
         router = self.spec.router
         return f"family={self.spec.family!r}, experts={router.num_experts}, top_k={router.top_k}, index={self.index}"
+
+
+class _SharedExpert:
+    """The shared expert's output on all rows of one forward, computed when there is time for it."""
+
+    def __init__(self, block: EpochMoEBlock, x_BSH: Tensor):
+        self.block, self.x_BSH = block, x_BSH
+        self._out_BSH: Tensor | None = None
+
+    def compute(self) -> None:
+        """Compute it, if the block has one."""
+        if self.block.spec.shared is not None:
+            self._out_BSH = getattr(self.block, self.block.spec.shared)(self.x_BSH)
+
+    def output(self) -> Tensor:
+        """``[B,S,H]``."""
+        if self._out_BSH is None:
+            self.compute()
+        assert self._out_BSH is not None
+        return self._out_BSH
 
 
 def _resolve(module: nn.Module, path: str) -> Tensor:

@@ -11,13 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import pick_backend
+from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.freshlane.collectives import Ranks
+from epoch_moe.freshlane.dispatcher import Layout
+from epoch_moe.freshlane.expert_parallel import ExpertParallel, checksum
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.plan.context import PlanSlot
 from epoch_moe.plan.inferred import InferredPlans
@@ -42,6 +47,7 @@ class PatchReport:
         peak_extra_bytes: largest extra memory at one time while stacking.
         updated: the model was patched before, and only the configuration changed.
         config: the plan's configuration (None: no plan by default).
+        experts: which experts are on this rank, where they are split over several; else "".
     """
 
     family: str
@@ -54,6 +60,7 @@ class PatchReport:
     peak_extra_bytes: int
     updated: bool
     config: EpochConfig | None = None
+    experts: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -61,6 +68,8 @@ class PatchReport:
             f"backend {self.backend}, experts {self.expert_bytes / 1e6:,.1f} MB in {self.dtype}, "
             f"{self.moved_bytes / 1e6:,.1f} MB moved, peak extra {self.peak_extra_bytes / 1e6:,.1f} MB"
         ]
+        if self.experts:
+            lines.append(f"  {self.experts}")
         lines += [f"  skipped {path}: {reason}" for path, reason in self.skipped.items()]
         lines.append(f"  plan: {self.config if self.config is not None else 'none (dense)'}")
         return "\n".join(lines)
@@ -74,6 +83,7 @@ class PatchReport:
             ("expert weights", f"{self.expert_bytes / 1e6:,.1f} MB in {self.dtype}"),
             ("moved", f"{self.moved_bytes / 1e6:,.1f} MB"),
             ("peak extra memory", f"{self.peak_extra_bytes / 1e6:,.1f} MB"),
+            *([("experts", self.experts)] if self.experts else []),
             *((f"skipped: {path}", reason) for path, reason in self.skipped.items()),
         ]
         return Table(("epoch_moe.patch", ""), tuple(rows))._repr_html_()
@@ -89,7 +99,8 @@ class PatchState:
         blocks: module path -> block.
         hooks: handles to remove on `unpatch`.
         device_hooks: module path -> accelerate hook that the block took over from the original.
-        inferred: drives plans for loops that open none themselves.
+        inferred: drives plans for loops that open none themselves; None where experts are split over ranks.
+        ep: the ranks that the experts are split over; None: all are here.
     """
 
     slot: PlanSlot
@@ -98,6 +109,7 @@ class PatchState:
     hooks: list[Any] = field(default_factory=list)
     device_hooks: dict[str, Any] = field(default_factory=dict)
     inferred: InferredPlans | None = None
+    ep: ExpertParallel | None = None
 
     @property
     def routing_block(self) -> int | None:
@@ -108,6 +120,28 @@ class PatchState:
         """Stack expert weights whose storage was replaced since the last use."""
         for block in self.blocks.values():
             block.weights.ensure()
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids and masks of forwards are."""
+        return next(iter(self.blocks.values())).weights.stacked.down_EHF.device
+
+    def idle_forward(self, batch: int, rows: int) -> None:
+        """Run every MoE block on rows that do not exist, for the collectives in it."""
+        for block in self.blocks.values():
+            down_EHF = block.weights.stacked.down_EHF
+            block(down_EHF.new_zeros(batch, rows, down_EHF.shape[1]))
+
+    def describe(self) -> dict[str, str]:
+        """What ranks that share the experts must agree on."""
+        gates = [tensor for block in self.blocks.values() for tensor in block._gate() if tensor is not None]
+        blocks = list(self.blocks.values())
+        return {
+            "MoE layers": str(len(blocks)),
+            "routing": str(blocks[0].spec.router),
+            "expert weights": str(blocks[0].weights.stacked.down_EHF.dtype),
+            "router weights (checksum)": checksum(gates),
+        }
 
     def bytes_per_expert(self) -> list[int]:
         """For each MoE layer."""
@@ -148,6 +182,9 @@ def patch(
     mask_token_id: int | None = None,
     block_length: int | None = None,
     editing: bool | None = None,
+    ep_group: Any = None,
+    ep_layout: Layout = "sharded",
+    ep_capacity: int | None = None,
 ) -> PatchReport:
     """Replace the MoE blocks of ``model`` by `EpochMoEBlock`, in place.
 
@@ -168,6 +205,11 @@ def patch(
             finds it out.
         editing: whether loops of others may replace tokens that are decoded. None: assumed until a loop shows that it
             does not.
+        ep_group: split the experts over the ranks of this ``torch.distributed`` group (or one-dimensional DeviceMesh):
+            this rank keeps its share, and the others' weights are freed, so this cannot be undone. All ranks then call
+            `epoch_moe.generate` (see `epoch_moe.in_step`); plain forwards must be called by all ranks together.
+        ep_layout: ``"sharded"``: every rank has its own prompts; ``"replicated"``: all ranks have the same.
+        ep_capacity: rows that a rank may send to another one per layer, for buffers of fixed size; None: exact counts.
 
     Raises:
         ValueError: no MoE block of a known family (``strict``), or one of the last three arguments is no such thing.
@@ -181,6 +223,8 @@ def patch(
     hints = Hints(mask_token_id, block_length, editing)
     state = _state(model)
     if state is not None:
+        if ep_group is not None and (state.ep is None or state.ep.ranks.group is not Ranks(ep_group).group):
+            raise ValueError("the model is patched already: ep_group can only be given to the first patch of a model")
         return _update(state, config, hints)
 
     backend = "auto" if config is None else config.backend
@@ -211,8 +255,10 @@ def patch(
     for _, module, spec in prepared:
         source = module if spec.layout == "fused" else getattr(module, spec.experts)
         pick_backend(backend, ExpertWeights(source, spec.layout).outline())
+    if ep_group is not None:
+        new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, new)
     for path, module, spec in prepared:
-        block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend)
+        block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend, new.ep)
         if not block.weights.is_stacked():
             block.weights.ensure()
             moved += block.weights.moved_bytes
@@ -224,12 +270,13 @@ def patch(
         if "_hf_hook" in block.original.__dict__:
             new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    new.inferred = InferredPlans(PatchState(slot, config, new.blocks), config, hints)
-    # A plan must be there before it is asked for router logits.
-    new.hooks.append(base.register_forward_pre_hook(new.inferred.before, with_kwargs=True))
+    if new.ep is None:
+        new.inferred = InferredPlans(PatchState(slot, config, new.blocks), config, hints)
+        # A plan must be there before it is asked for router logits.
+        new.hooks.append(base.register_forward_pre_hook(new.inferred.before, with_kwargs=True))
+        new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
     new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
     new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
-    new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -244,6 +291,11 @@ def unpatch(model: nn.Module) -> None:
     state = _state(model)
     if state is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: there is nothing to undo")
+    if state.ep is not None:
+        raise RuntimeError(
+            f"the experts of {type(model).__name__} are split over {state.ep.ranks.world} ranks, and those of other "
+            "ranks are no longer here: load the model anew"
+        )
     if state.slot.active is not None:
         raise RuntimeError("a forward is under way on this model: unpatch after it")
     for path, block in state.blocks.items():
@@ -299,6 +351,24 @@ def patched(
             unpatch(model)
         else:
             _configure(state, *before)
+
+
+def _split(
+    prepared: list[tuple[str, nn.Module, BlockSpec]],
+    group: Any,
+    layout: Layout,
+    capacity: int | None,
+    state: PatchState,
+) -> ExpertParallel:
+    """Reduce the blocks to this rank's experts."""
+    counts = {path: spec.router.num_experts for path, _, spec in prepared}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"expert parallelism needs layers with equally many experts, this model has {counts}")
+    num_experts = next(iter(counts.values()))
+    ep = ExpertParallel(num_experts, group, layout=layout, capacity=capacity, describe=state.describe)
+    for _, module, spec in prepared:
+        keep_experts(module, spec.layout, spec.experts, ep.experts)
+    return ep
 
 
 def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> PatchReport:
@@ -386,4 +456,8 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         peak_extra_bytes=peak,
         updated=updated,
         config=state.config,
+        experts=""
+        if state.ep is None
+        else f"experts {state.ep.experts.start} to {state.ep.experts.stop - 1} on rank {state.ep.ranks.rank} of "
+        f"{state.ep.ranks.world} ({state.ep.layout})",
     )

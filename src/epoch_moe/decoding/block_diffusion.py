@@ -156,6 +156,7 @@ def generate(
         if streamer is not None:
             streamer.put(prompts[0].cpu().unsqueeze(0))
         loop.run(streamer, progress)
+        loop.context.finish()
     finally:
         # Also after an error: a consumer in another thread (TextIteratorStreamer) would wait for ever.
         if streamer is not None:

@@ -152,6 +152,7 @@ def generate_semi_autoregressive(
         if streamer is not None:
             streamer.put(prompts[0].cpu().unsqueeze(0))
         loop.run(streamer, progress)
+        loop.context.finish()
     finally:
         if streamer is not None:
             streamer.end()

@@ -17,7 +17,8 @@ def find_experts(block: nn.Module) -> tuple[LayoutName, int] | None:
     experts = getattr(block, "experts", None)
     if isinstance(experts, nn.ModuleList):
         known = len(experts) > 0 and all(hasattr(experts[0], name) for name in PROJECTIONS)
-        return ("per_expert", len(experts)) if known else None
+        # `LocalExperts` holds a part of them.
+        return ("per_expert", getattr(experts, "total", len(experts))) if known else None
     if isinstance(experts, nn.Module):
         num_experts = _count(experts, PROJECTIONS)
         return None if num_experts is None else ("stacked", num_experts)

@@ -120,9 +120,11 @@ class Ranks:
             out.copy_(rows)
             return Pending(None, name, lambda: finish(out))
         rows = rows.contiguous()
+        # torch 2.13 renamed it and warns about the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
         def start() -> Any:
-            return dist.all_gather_into_tensor(out, rows, group=self.group, async_op=True)
+            return gather(out, rows, group=self.group, async_op=True)
 
         work = _named(name, start)
 

@@ -14,10 +14,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from epoch_moe.experts.layouts import LayoutName
+from epoch_moe.freshlane.dispatcher import Layout
+from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.models.checkpoint import TensorHeader, check_keys, read_config, read_headers
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
 from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, stored_shapes
+from epoch_moe.patching import patch
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Folder of the checkpoints that come with the package."""
@@ -71,6 +74,9 @@ def load_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    ep_group: Any = None,
+    ep_layout: Layout = "sharded",
+    ep_capacity: int | None = None,
 ) -> tuple[Any, Any]:
     """Load a model in eval mode, and its tokenizer.
 
@@ -87,6 +93,9 @@ def load_model(
         attn_implementation: ``"sdpa"`` or ``"eager"``; None lets transformers choose (sdpa).
         revision: of a Hub checkpoint: branch, tag or commit.
         local_files_only: use a Hub checkpoint from the local cache only.
+        ep_group: split the experts over the ranks of this group, as `epoch_moe.patch` does. Only this rank's are read;
+            the model comes patched with the default plan, which another `patch` changes.
+        ep_layout, ep_capacity: see `epoch_moe.patch`.
 
     Returns:
         ``(model, tokenizer)``. A checkpoint without tokenizer files gives None and a warning.
@@ -108,7 +117,7 @@ def load_model(
     headers = read_headers(folder)
     layout = _check_against_model(folder, headers, lm_class, config)
     weights_dtype = requested_dtype or _stored_dtype(folder, headers)
-    if layout == "per_expert":
+    if layout == "per_expert" and ep_group is None:
         model, info = lm_class.from_pretrained(
             folder,
             config=config,
@@ -124,7 +133,10 @@ def load_model(
         build = partial(
             lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation
         )
-        model = load_stacked(folder, headers, layout, build, weights_dtype, target_device)
+        share = None if ep_group is None else ExpertParallel(config.sizes().experts, ep_group, layout=ep_layout).experts
+        model = load_stacked(folder, headers, layout, build, weights_dtype, target_device, share)
+    if ep_group is not None:
+        patch(model.eval(), ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity)
     return model.eval(), _tokenizer(folder)
 
 

@@ -1,8 +1,9 @@
-"""Checkpoints that hold a layer's experts in few tensors: dFactory's stacked ones, dInfer's fused ones.
+"""Loading tensor by tensor: experts straight into stacked storage, all of a layer's or one rank's share.
 
-They are loaded into the same classes as released checkpoints: each expert's parameters are views of the layer's stacked
-tensors, which are filled one layer at a time, so that no weight exists twice. Saving such a model writes the released
-layout.
+For checkpoints that hold a layer's experts in few tensors (dFactory's stacked ones, dInfer's fused ones), and for
+models whose experts are split over ranks, whatever the layout. They are loaded into the same classes as released
+checkpoints: each expert's parameters are views of the layer's stacked tensors, which are filled one layer at a time, so
+that no weight exists twice, and none that belongs to another rank exists at all. Saving writes the released layout.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 """
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
+from epoch_moe.experts.shard import keep_experts
 from epoch_moe.models.checkpoint import TensorHeader
 
 _RELEASED = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -73,6 +75,7 @@ def load_stacked(
     build: Callable[[], Any],
     dtype: torch.dtype,
     device: torch.device,
+    experts: range | None = None,
 ) -> Any:
     """The model of a checkpoint that `check_keys` has passed.
 
@@ -83,6 +86,7 @@ def load_stacked(
         build: makes the model; called with meta as default device.
         dtype: of the weights; expert biases are fp32 always.
         device: where the weights go, straight from the file.
+        experts: numbers of the routed experts to load; the model has no others. None: all.
     """
     with torch.device("meta"):
         model = build()
@@ -94,8 +98,15 @@ def load_stacked(
         def read(key: str) -> Tensor:
             return files[headers[key].file].get_tensor(key)  # type: ignore[no-any-return]
 
+        def read_part(key: str, part: range) -> Tensor:
+            return files[headers[key].file].get_slice(key)[part.start : part.stop]  # type: ignore[no-any-return]
+
         for prefix, sizes in _blocks(shapes).items():
-            _fill_experts(model.get_submodule(prefix), prefix, layout, sizes, read, dtype, device)
+            block = model.get_submodule(prefix)
+            kept = range(sizes[0]) if experts is None else experts
+            if experts is not None:
+                keep_experts(block, "per_expert", "experts", experts)
+            _fill_experts(block, prefix, layout, kept, sizes[1:], read, read_part, dtype, device)
         others: dict[str, Tensor] = {}
         for key in shapes:
             if _RELEASED.fullmatch(key):
@@ -118,14 +129,44 @@ def _fill_experts(
     block: nn.Module,
     prefix: str,
     layout: LayoutName,
-    sizes: tuple[int, int, int],
+    kept: range,
+    sizes: tuple[int, int],
     read: Callable[[str], Tensor],
+    read_part: Callable[[str, range], Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    num_experts, inner, hidden = sizes
-    gate_up_E2FH = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype, device=device)
-    down_EHF = torch.empty(num_experts, hidden, inner, dtype=dtype, device=device)
+    inner, hidden = sizes
+    gate_up_E2FH = torch.empty(len(kept), 2 * inner, hidden, dtype=dtype, device=device)
+    down_EHF = torch.empty(len(kept), hidden, inner, dtype=dtype, device=device)
+    views = {
+        number: (gate_up_E2FH[place, :inner], gate_up_E2FH[place, inner:], down_EHF[place])
+        for place, number in enumerate(kept)
+    }
+    if layout == "per_expert":
+        for number, parts in views.items():
+            for name, part in zip(PROJECTIONS, parts, strict=True):
+                part.copy_(read(f"{prefix}.experts.{number}.{name}.weight"))
+    else:
+        _read_stacked(prefix, layout, kept, gate_up_E2FH, down_EHF, read_part)
+    state = {
+        f"{number}.{name}.weight": part
+        for number, parts in views.items()
+        for name, part in zip(PROJECTIONS, parts, strict=True)
+    }
+    # `ExpertWeights` finds them in their places and copies nothing.
+    block.experts.load_state_dict(state, assign=True)  # type: ignore[union-attr, operator]
+
+
+def _read_stacked(
+    prefix: str,
+    layout: LayoutName,
+    kept: range,
+    gate_up_E2FH: Tensor,
+    down_EHF: Tensor,
+    read_part: Callable[[str, range], Tensor],
+) -> None:
+    inner = down_EHF.shape[2]
     if layout == "fused":
         targets = dict(zip(FUSED, (gate_up_E2FH, down_EHF), strict=True))
         stored = {name: f"{prefix}.{name}" for name in FUSED}
@@ -134,10 +175,4 @@ def _fill_experts(
         targets = dict(zip(PROJECTIONS, parts, strict=True))
         stored = {name: f"{prefix}.experts.{name}" for name in PROJECTIONS}
     for name, target in targets.items():
-        target.copy_(read(stored[name]))
-    state: dict[str, Tensor] = {}
-    for expert in range(num_experts):
-        views = (gate_up_E2FH[expert, :inner], gate_up_E2FH[expert, inner:], down_EHF[expert])
-        state |= {f"{expert}.{name}.weight": view for name, view in zip(PROJECTIONS, views, strict=True)}
-    # `ExpertWeights` finds them in their places and copies nothing.
-    block.experts.load_state_dict(state, assign=True)  # type: ignore[union-attr, operator]
+        target.copy_(read_part(stored[name], kept))

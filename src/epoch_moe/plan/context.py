@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
+from epoch_moe.freshlane.expert_parallel import ExpertParallel, Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import ExpertRecorder
@@ -110,6 +111,7 @@ class Patched(Protocol):
 
     slot: PlanSlot
     config: EpochConfig | None
+    ep: ExpertParallel | None
 
     @property
     def routing_block(self) -> int | None:
@@ -122,6 +124,15 @@ class Patched(Protocol):
 
     def ensure_stacked(self) -> None:
         """Stack expert weights whose storage was replaced since the last use."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids and masks of forwards are."""
+        ...
+
+    def idle_forward(self, batch: int, rows: int) -> None:
+        """Run every MoE block on rows that do not exist, for the collectives in it."""
         ...
 
 
@@ -186,6 +197,10 @@ class BlockPlanContext:
 
     def end_block(self) -> None:
         """Discard the block's supports, masks and caches. Only K/V lives on."""
+        # Other ranks may still be at a block whose support is everybody's.
+        if self._plan is not None and self._plan.forwards and self._begins_together:
+            assert self._patched.ep is not None
+            self._patched.ep.idle_plan = self._plan
         self._plan = None
         self._open = False
 
@@ -230,6 +245,9 @@ class BlockPlanContext:
         if not self._open:
             raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
         self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN)
+        if self._patched.ep is not None:
+            cold = self._plan is not None and self._plan.forwards == 0
+            self._take_turn(Turn.BEGIN if cold and self._begins_together else Turn.ITERATION, ids_BS)
         forward: ForwardPlan | DenseForward
         if self._plan is None:
             forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
@@ -271,9 +289,73 @@ class BlockPlanContext:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
         forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
+        if self._patched.ep is not None:
+            self._take_turn(Turn.PREFILL if self._begins_together else Turn.ITERATION, ids_BS)
         with self._patched.slot.activate(forward):
             yield
         self.counters.add_forward(forward.num_rows)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End the decode. With experts on several ranks: join the others' forwards until they have ended theirs too.
+
+        Every rank of the group calls this when it has no more forwards to run, also a rank that had none at all.
+        `epoch_moe.generate` does so, unless it is called within `epoch_moe.in_step`.
+        """
+        self.end_block()
+        ep = self._patched.ep
+        if ep is not None and not ep.deferred:
+            self._patched.ensure_stacked()
+            self._take_turn(Turn.DONE)
+            ep.idle_plan = None
+
+    @property
+    def _begins_together(self) -> bool:
+        """Whether ranks with different sequences share a support, and so must begin their blocks together."""
+        ep, config = self._patched.ep, self.config
+        shared = config is not None and config.support_scope == "batch" and config.coverage is not None
+        return ep is not None and ep.layout == "sharded" and shared
+
+    def _take_turn(self, turn: Turn, ids_BS: Tensor | None = None) -> None:
+        """Join what is more urgent on other ranks, until it is this rank's turn."""
+        ep = self._patched.ep
+        assert ep is not None
+        ep.agree_once(str(self.config))
+        while (most := ep.most_urgent(turn, ids_BS)) != turn:
+            self._join(most)
+
+    def _join(self, turn: Turn) -> None:
+        """A forward of other ranks, without rows of this one; its supports are kept up to date."""
+        if self.config is None or turn == Turn.PREFILL:
+            dense = DenseForward(self.counters, torch.Size((1, 1)), torch.zeros(1, 1, dtype=torch.bool))
+            with self._patched.slot.activate(dense):
+                self._patched.idle_forward(1, 1)
+            return
+        ep = self._patched.ep
+        assert ep is not None
+        plan: BlockPlan | None = ep.idle_plan
+        if plan is None or turn == Turn.BEGIN:
+            plan = ep.idle_plan = BlockPlan(
+                self.config,
+                self.counters.num_layers,
+                batch=1,
+                window=1,
+                prefix=0,
+                prefix_constant=False,
+                counters=self.counters,
+            )
+        shape = (plan.batch, plan.window)
+        forward = plan.next_forward(
+            torch.zeros(shape, dtype=torch.int64, device=self._patched.device),
+            mask_id=-1,
+            valid_BS=torch.zeros(shape, dtype=torch.bool, device=self._patched.device),
+            lead=0,
+            live_BN=None,
+            changed_BN=None,
+        )
+        with self._patched.slot.activate(forward):
+            self._patched.idle_forward(*shape)
+        plan.complete(forward)
 
     def _check_rows(
         self,
@@ -348,6 +430,9 @@ class UntrackedContext:
         """See `BlockPlanContext.prefill`."""
         yield
 
+    def finish(self) -> None:
+        """See `BlockPlanContext.finish`."""
+
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
         """See `BlockPlanContext.end_iteration`."""
 
@@ -381,3 +466,26 @@ def open_context(
     if record and config is None:
         raise ValueError("record=True records a block plan, and this decode has none: pass plan=EpochConfig(...)")
     return BlockPlanContext(patched, config, record)
+
+
+@contextmanager
+def in_step(model: Any) -> Iterator[None]:
+    """Keep ranks that share a model's experts in step over several decodes, whose numbers may differ between ranks.
+
+    Within it, a rank that has ended a decode goes on with its next one; at its end it joins the others' forwards until
+    all ranks are there. Without it, every rank must make the same number of `epoch_moe.generate` calls.
+
+    Args:
+        model: patched; without ``ep_group`` this does nothing.
+    """
+    patched: Patched | None = getattr(model, "_epoch_moe", None)
+    ep = None if patched is None else patched.ep
+    if patched is None or ep is None or ep.deferred:
+        yield
+        return
+    ep.deferred = True
+    try:
+        yield
+    finally:
+        ep.deferred = False
+    BlockPlanContext(patched, patched.config).finish()

@@ -7,6 +7,7 @@ G supports (B, or 1 for ``support_scope="batch"``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,25 @@ from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.plan.placement import contiguous_ranks
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
+
+
+class SharedSupport(Protocol):
+    """How ranks with different sequences keep one support (`epoch_moe.freshlane.expert_parallel.SharedSupport`).
+
+    Each of its methods is a collective: every rank calls it at the same place of the same forward, without rows too.
+    """
+
+    def gather(self, selection_WE: Tensor, weights_WE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and weights of all ranks' voting rows, and a mask of the rows that exist."""
+        ...
+
+    def union(self, experts_E: Tensor) -> Tensor:
+        """Experts that any rank named."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over ranks."""
+        ...
 
 
 @dataclass
@@ -64,6 +84,7 @@ def route_fresh(
     cold: bool,
     dtype: torch.dtype,
     pools_RE: Tensor | None = None,
+    shared: SharedSupport | None = None,
 ) -> Routing:
     """Experts and weights of the fresh rows, keeping the layer's support up to date.
 
@@ -72,22 +93,23 @@ def route_fresh(
         cold: compile the support from this forward and restrict nothing.
         dtype: the model's.
         pools_RE: the block-pool router's own supports.
+        shared: for ``support_scope="batch"`` over ranks that hold different sequences.
     """
     natural_RK = select(scores.selection_TE, spec, pools_RE)
     state.short_G = state.used_G = state.covered_R = state.natural_R = None
     if not uses_support(spec, config):
         return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
     if cold or state.support_GE is None:
-        state.support_GE = _compile(scores, spec, rows, config)
+        state.support_GE = _compile(scores, spec, rows, config, shared=shared)
         return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
     if state.rebuild_G is not None:
-        rebuilt_GE = _compile(scores, spec, rows, config, state.rebuild_G)
+        rebuilt_GE = _compile(scores, spec, rows, config, state.rebuild_G, shared)
         state.support_GE = torch.where(state.rebuild_G.unsqueeze(1), rebuilt_GE, state.support_GE)
     if not config.restrict_new:
-        state.support_GE = _join(state.support_GE, natural_RK, rows.joining_R, rows, config)
-    if rows.num_restricted == 0:
+        state.support_GE = _join(state.support_GE, natural_RK, rows.joining_R, rows, config, shared)
+    if rows.num_restricted == 0 and shared is None:
         return Routing(natural_RK, combine_weights(scores.combine_TE, natural_RK, spec, dtype))
-    return _restricted(scores, natural_RK, spec, rows, state, config, dtype)
+    return _restricted(scores, natural_RK, spec, rows, state, config, dtype, shared)
 
 
 def _group_of(rows: RowPlan, config: EpochConfig) -> Tensor:
@@ -96,10 +118,20 @@ def _group_of(rows: RowPlan, config: EpochConfig) -> Tensor:
 
 
 def _compile(
-    scores: Scores, spec: RouterSpec, rows: RowPlan, config: EpochConfig, only_G: Tensor | None = None
+    scores: Scores,
+    spec: RouterSpec,
+    rows: RowPlan,
+    config: EpochConfig,
+    only_G: Tensor | None = None,
+    shared: SharedSupport | None = None,
 ) -> Tensor:
     """Supports ``[G,E]`` from this forward's voting rows; those outside ``only_G`` come out without meaning."""
     assert config.coverage is not None
+    if shared is not None:
+        selection, weights, votes = shared.gather(scores.selection_TE[rows.vote_src], scores.combine_TE[rows.vote_src])
+        return compile_support(
+            selection[None], weights[None], votes[None], spec, config.coverage, config.candidate_factor
+        )
     num_experts, places = spec.num_experts, rows.batch * rows.block_len
     device = scores.selection_TE.device
     selection = torch.zeros(places, num_experts, device=device)
@@ -122,14 +154,22 @@ def _compile(
     )
 
 
-def _join(support_GE: Tensor, ids_RK: Tensor, joining_R: Tensor, rows: RowPlan, config: EpochConfig) -> Tensor:
+def _join(
+    support_GE: Tensor,
+    ids_RK: Tensor,
+    joining_R: Tensor,
+    rows: RowPlan,
+    config: EpochConfig,
+    shared: SharedSupport | None = None,
+) -> Tensor:
     """The supports with the experts of the joining rows added."""
     groups, num_experts = support_GE.shape
     flat_RK = _group_of(rows, config).unsqueeze(1) * num_experts + ids_RK.clamp_min(0)
     joins_RK = (joining_R.unsqueeze(1) & (ids_RK != NO_EXPERT)).to(torch.int32)
     counts = torch.zeros(groups * num_experts, dtype=torch.int32, device=ids_RK.device)
     counts.scatter_add_(0, flat_RK.reshape(-1), joins_RK.reshape(-1))
-    return support_GE | (counts > 0).view(groups, num_experts)
+    joined_GE = (counts > 0).view(groups, num_experts)
+    return support_GE | (joined_GE if shared is None else shared.union(joined_GE[0])[None])
 
 
 def _restricted(
@@ -140,6 +180,7 @@ def _restricted(
     state: SupportState,
     config: EpochConfig,
     dtype: torch.dtype,
+    shared: SharedSupport | None = None,
 ) -> Routing:
     assert state.support_GE is not None
     group_R, restricted_R = _group_of(rows, config), rows.restricted_R
@@ -148,7 +189,7 @@ def _restricted(
         restricted_R = restricted_R & ~state.rebuild_G[group_R]
     state.used_G = _per_group(restricted_R.float(), rows, config) > 0
     if config.on_miss == "expand":
-        state.support_GE = _join(state.support_GE, natural_RK, restricted_R, rows, config)
+        state.support_GE = _join(state.support_GE, natural_RK, restricted_R, rows, config, shared)
         weights_RK = combine_weights(scores.combine_TE, natural_RK, spec, dtype)
         state.natural_R = state.covered_R = _weight(scores, natural_RK) * restricted_R
         return Routing(natural_RK, weights_RK)
@@ -160,7 +201,9 @@ def _restricted(
         inside_RK = select(scores.selection_TE, spec, support_RE)
     natural_R = _weight(scores, natural_RK) * restricted_R
     covered_R = torch.minimum(_weight(scores, inside_RK) * restricted_R, natural_R)
-    short_G = _per_group(covered_R, rows, config) < config.floor * _per_group(natural_R, rows, config)
+    sums_2G = torch.stack([_per_group(covered_R, rows, config), _per_group(natural_R, rows, config)])
+    covered_G, natural_G = sums_2G if shared is None else shared.total(sums_2G)
+    short_G = covered_G < config.floor * natural_G
     # The watch acts at once (these rows route freely in this forward), and the next forward compiles the support anew.
     restricted_R = restricted_R & ~short_G[group_R]
     ids_RK = torch.where(restricted_R.unsqueeze(1), inside_RK, natural_RK)

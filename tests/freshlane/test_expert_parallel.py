@@ -1,0 +1,246 @@
+"""Decoding with experts on several gloo ranks: the tokens of one process, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import collect, run_ranks, start_ranks
+from helpers import GOLDEN
+
+import epoch_moe
+from epoch_moe.config import EpochConfig
+from epoch_moe.decoding import is_canvas_model, loop_of
+from epoch_moe.experts.shard import LocalExperts
+from epoch_moe.models import load_model
+from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
+from epoch_moe.plan.context import BlockPlanContext
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
+CONFIGS: dict[str, EpochConfig | None] = {
+    "dense": None,
+    "exact": EpochConfig.exact(),
+    "default": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
+    "paper": EpochConfig.paper(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
+    "batch": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3, support_scope="batch"),
+}
+PROMPTS = [[5, 9, 2, 77, 31], list(range(20, 33)), [60], [8, 1, 1, 40, 3, 99, 12, 7, 7], [44, 3]]
+
+
+def options_of(model: Any) -> dict[str, Any]:
+    if is_canvas_model(model.config):
+        return {"gen_length": 8, "block_length": 4, "steps": 8, "eos_token_id": 1}
+    return {"gen_length": 16, "block_length": 8, "threshold": 0.05, "eos_token_id": 1}
+
+
+def answers(model: Any, prompts: list[list[int]], config: EpochConfig | None) -> list[list[int]]:
+    if not prompts:
+        return []
+    out = loop_of(model)(model, prompts, plan=config, **options_of(model))
+    return [answer.tolist() for answer in out.answers]
+
+
+def whole_model(source: str) -> Any:
+    model, _ = load_model(source, dtype="float32")
+    if "llada2" in source and "one_rank" in os.environ.get("EPOCH_MOE_TEST_ROUTING", ""):
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.expert_bias[:8] += 10.0  # all pairs go to the first half of the experts
+    return model
+
+
+def decode_on_ranks(rank: int, sources: list[str], want: dict[str, list[list[int]]]) -> dict[str, int]:
+    """Every model, configuration and layout; compares with one process's tokens and counts the pairs of this rank."""
+    pairs: dict[str, int] = {}
+    world = dist.get_world_size()
+    for source in sources:
+        for layout in ("sharded", "replicated"):
+            model = whole_model(source)
+            report = epoch_moe.patch(model, ep_group=dist.group.WORLD, ep_layout=layout)
+            assert f"on rank {rank} of {world}" in str(report)
+            mine = range(5 * rank // world, 5 * (rank + 1) // world) if layout == "sharded" else range(5)
+            for name, config in CONFIGS.items():
+                epoch_moe.patch(model, config)
+                with epoch_moe.in_step(model):
+                    # In two calls on this rank, or one, or none, while the others make other numbers of them.
+                    cut = len(mine) if layout == "replicated" else rank % 2
+                    got = answers(model, [PROMPTS[i] for i in mine[:cut]], config)
+                    got += answers(model, [PROMPTS[i] for i in mine[cut:]], config)
+                key = f"{source} {name}"
+                if layout == "replicated" or config is None or config.support_scope == "sequence":
+                    assert got == [want[key][i] for i in mine], (key, layout, got)
+            pairs[f"{source} {layout}"] = model._epoch_moe.ep.dispatcher.traffic.combine_rows
+    return pairs
+
+
+def batch_scope_on_ranks(rank: int, source: str, want: dict[str, list[list[int]]]) -> None:
+    """One support for the sequences of all ranks: every rank decodes its share of one batch."""
+    world = dist.get_world_size()
+    model = whole_model(source)
+    epoch_moe.patch(model, ep_group=dist.group.WORLD)
+    for name in ("paper", "batch"):
+        epoch_moe.patch(model, CONFIGS[name])
+        mine = range(5 * rank // world, 5 * (rank + 1) // world)
+        with epoch_moe.in_step(model):
+            got = answers(model, [PROMPTS[i] for i in mine], CONFIGS[name])
+        assert got == [want[f"{source} {name}"][i] for i in mine], (name, got)
+
+
+def one_process(sources: list[str]) -> dict[str, list[list[int]]]:
+    want = {}
+    for source in sources:
+        model = whole_model(source)
+        epoch_moe.patch(model)
+        for name, config in CONFIGS.items():
+            want[f"{source} {name}"] = answers(model, PROMPTS, config)
+    return want
+
+
+@pytest.fixture
+def few_experts(tmp_path: Path) -> str:
+    """As many experts as ranks, and all of them chosen (E = 4 = K)."""
+    torch.manual_seed(3)
+    config = LLaDAMoEConfig(
+        vocab_size=128, hidden_size=32, expert_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_experts=4, num_experts_per_tok=4, initializer_range=0.3, mask_token_id=125, eos_token_id=124,
+        pad_token_id=124, max_position_embeddings=64,
+    )  # fmt: skip
+    LLaDAMoEModelLM(config).save_pretrained(tmp_path / "few")
+    return str(tmp_path / "few")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_are_those_of_one_process(world: int, few_experts: str) -> None:
+    sources = [str(GOLDEN / "llada2"), str(GOLDEN / "llada_moe_shared_bias"), few_experts]
+    want = one_process(sources)
+    traffic = run_ranks(world, decode_on_ranks, sources, want)
+    assert all(rows > 0 for rank in traffic for rows in rank.values())
+
+
+def test_all_pairs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPOCH_MOE_TEST_ROUTING", "one_rank")
+    sources = [str(GOLDEN / "llada2")]
+    traffic = run_ranks(2, decode_on_ranks, sources, one_process(sources))
+    sharded = [rank[f"{sources[0]} sharded"] for rank in traffic]
+    assert sharded[0] > 0 and sharded[1] == 0  # only rank 0 sends sums back
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_support_for_all_ranks(world: int) -> None:
+    source = str(GOLDEN / "llada2")
+    run_ranks(world, batch_scope_on_ranks, source, one_process([source]))
+
+
+def load_own_share(rank: int, source: str, want: list[list[int]]) -> dict[str, Any]:
+    model, _ = load_model(source, ep_group=dist.group.WORLD, ep_layout="replicated")
+    assert answers(model, PROMPTS, EpochConfig.exact()) == want
+    held: dict[str, Any] = {"keys": sorted(model.state_dict())}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    held["bytes"] = sum(storages.values())
+    block = next(iter(model._epoch_moe.blocks.values()))
+    assert isinstance(block.experts, LocalExperts) and block.weights.moved_bytes == 0
+    with pytest.raises(RuntimeError, match="split over 2 ranks"):
+        epoch_moe.unpatch(model)
+    with pytest.raises(ValueError, match="first patch"):
+        epoch_moe.patch(whole_then_patched(source), ep_group=dist.group.WORLD)
+    return held
+
+
+def whole_then_patched(source: str) -> Any:
+    model, _ = load_model(source)
+    epoch_moe.patch(model)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llada2", "llada_moe"])
+def test_load_model_reads_this_ranks_experts_only(name: str) -> None:
+    source = str(GOLDEN / name)
+    whole, _ = load_model(source)
+    epoch_moe.patch(whole)
+    want = answers(whole, PROMPTS, EpochConfig.exact())
+    held = run_ranks(2, load_own_share, source, want)
+    keys = {key for key in whole.state_dict() if ".experts." in key}
+    own = [{key for key in rank["keys"] if ".experts." in key} for rank in held]
+    assert own[0] | own[1] == keys and not own[0] & own[1] and len(own[0]) == len(own[1])
+    everything = sum(p.numel() * p.element_size() for p in whole.parameters())
+    expert_bytes = sum(p.numel() * p.element_size() for n, p in whole.named_parameters() if ".experts." in n)
+    assert [rank["bytes"] for rank in held] == [everything - expert_bytes // 2] * 2
+
+
+def disagree(rank: int, what: str, source: str) -> None:
+    model = whole_model(source)
+    if what == "weights" and rank == 1:
+        model.model.layers[1].mlp.gate.weight.data[0, 0] += 1.0
+    epoch_moe.patch(model, EpochConfig(refresh_interval=5 + (rank if what == "plan" else 0)), ep_group=dist.group.WORLD)
+    answers(model, PROMPTS[:1], model._epoch_moe.config)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("plan", "disagree on plan: rank 0: .*refresh_interval=5.*rank 1: .*refresh_interval=6"),
+     ("weights", r"disagree on router weights \(checksum\)")],
+)  # fmt: skip
+def test_ranks_that_differ_are_told_at_the_first_block(what: str, message: str) -> None:
+    for kind, value in collect(*start_ranks(2, disagree, what, str(GOLDEN / "llada2"), collective_timeout=30)):
+        assert kind == "error" and value[0] == "ExpertParallelError"
+        assert re.search(message, value[1]), value[1]
+
+
+def other_prompts(rank: int, source: str) -> None:
+    model = whole_model(source)
+    epoch_moe.patch(model, ep_group=dist.group.WORLD, ep_layout="replicated")
+    answers(model, PROMPTS[:1], EpochConfig())  # the same, so far
+    answers(model, PROMPTS[: 1 + rank], EpochConfig())
+
+
+def test_replicated_ranks_with_other_prompts_are_an_error() -> None:
+    for kind, value in collect(*start_ranks(2, other_prompts, str(GOLDEN / "llada2"), collective_timeout=20)):
+        assert kind == "error" and value[0] == "ExpertParallelError"
+        assert "would run different forwards next" in value[1]
+
+
+def killed(rank: int, source: str, victim: int, folder: str) -> None:
+    model = whole_model(source)
+    epoch_moe.patch(model, EpochConfig(), ep_group=dist.group.WORLD)
+    if rank == victim:
+        original = BlockPlanContext.end_iteration
+        seen = []
+
+        def fatal(self: BlockPlanContext, *args: Any, **kwargs: Any) -> None:
+            seen.append(1)
+            if len(seen) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, *args, **kwargs)
+
+        BlockPlanContext.end_iteration = fatal  # type: ignore[method-assign]
+    for _ in range(50):
+        answers(model, [PROMPTS[rank]], EpochConfig())
+
+
+def kill_one_rank(runs: int, tmp_path: Path) -> None:
+    for run in range(runs):
+        victim = run % 4
+        processes, folder = start_ranks(
+            4, killed, str(GOLDEN / "llada2"), victim, str(tmp_path), collective_timeout=20
+        )
+        results = collect(processes, folder, deadline=90)
+        assert results[victim] == ("lost", -signal.SIGKILL)
+        for rank, (kind, value) in enumerate(results):
+            if rank != victim:
+                assert kind == "error" and value[0] == "ExpertParallelError", (rank, kind, value)
+                assert f"failed on rank {rank}" in value[1]
+
+
+def test_a_rank_that_is_killed_within_a_block_ends_the_others(tmp_path: Path) -> None:
+    kill_one_rank(1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills_and_no_hang(tmp_path: Path) -> None:
+    kill_one_rank(20, tmp_path)

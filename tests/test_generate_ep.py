@@ -1,0 +1,83 @@
+"""The expert-parallel example under real torchrun: answers in order, the same for any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from epoch_moe.problems import generate_problems
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "generate_ep.py"
+PROMPTS = [problem.prompt for problem in generate_problems(5, 0)]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return path
+
+
+def command(world: int, *arguments: str) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(SCRIPT),
+        "--device", "cpu", "--dtype", "float32", "--gen-length", "64", *arguments,
+    ]  # fmt: skip
+
+
+def run(world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(world, *arguments), capture_output=True, text=True, timeout=280, env=environment)
+
+
+@pytest.mark.timeout(600)
+def test_answers_do_not_depend_on_ranks_or_layout(prompts: Path, tmp_path: Path) -> None:
+    answers = {}
+    for world, layout in ((1, "sharded"), (2, "sharded"), (2, "replicated")):
+        output = tmp_path / f"{world}{layout}.jsonl"
+        done = run(world, "--prompts", str(prompts), "--output", str(output), "--layout", layout, "--report")
+        assert done.returncode == 0, done.stderr
+        assert f"rank {world - 1}: " in done.stderr and "5 answers written" in done.stderr
+        answers[world, layout] = [json.loads(line) for line in output.read_text().splitlines()]
+    first = answers.pop((1, "sharded"))
+    assert [answer["prompt"] for answer in first] == PROMPTS
+    assert all(answer["finish_reason"] == "eos" and answer["text"] for answer in first)
+    assert all(other == first for other in answers.values())
+
+
+def test_bad_arguments_end_every_process(tmp_path: Path) -> None:
+    done = run(2, "--prompts", str(tmp_path / "none.txt"))
+    assert done.returncode != 0 and "none.txt: no such file" in done.stderr
+    (tmp_path / "gap.txt").write_text("a\n\nb\n")
+    done = run(1, "--prompts", str(tmp_path / "gap.txt"))
+    assert done.returncode != 0 and "line 2 is empty" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    path = tmp_path / "many.txt"
+    path.write_text("\n".join(PROMPTS * 200))
+    process = subprocess.Popen(
+        command(2, "--prompts", str(path), "--batch-size", "1"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "patched" in line or "updated" in line:
+            break
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode not in (0, None)
