@@ -110,13 +110,19 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add("--on-miss", choices=("reselect", "drop", "expand"), help="what a row does with experts outside its support")
     add("--support-scope", choices=("sequence", "batch"), help="one support per sequence, or for the whole batch")
     add("--restrict-new", action="store_true", help="restrict newly decoded rows too")
+    add("--future-rows", choices=("fresh", "dormant"), help="LLaDA-MoE: what rows of later blocks do between refreshes")
 
 
 def _decoding_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding")
-    group.add_argument("--gen-length", type=int, default=96, help="tokens at most")
-    group.add_argument("--block-length", type=int, default=32, help="positions of a block")
-    group.add_argument("--steps", type=int, default=32, help="forwards per block at most")
+    group.add_argument("--gen-length", type=int, metavar="N", help="tokens at most (default: 96; LLaDA-MoE: 32)")
+    group.add_argument("--block-length", type=int, metavar="N", help="rows of a block (default: 32; LLaDA-MoE: 16)")
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="forwards per block at most (default: 32); LLaDA-MoE: forwards for the whole answer (default: gen-length)",
+    )
     group.add_argument(
         "--threshold",
         type=float,
@@ -136,11 +142,16 @@ def _decoding_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-post-steps",
         type=int,
-        default=16,
         metavar="N",
-        help="with editing, forwards that may follow when the last mask of a block is filled",
+        help="with editing, forwards that may follow when the last mask of a block is filled (default: 16)",
     )
     group.add_argument("--no-cache", action="store_true", help="whole window on every forward, no K/V cache")
+    group.add_argument("--cfg-scale", type=float, metavar="S", help="LLaDA-MoE: classifier-free guidance (default: 0)")
+    group.add_argument(
+        "--remasking",
+        choices=("low_confidence", "random"),
+        help="LLaDA-MoE: which rows are committed first (default: low_confidence, the surest)",
+    )
 
 
 def _share(text: str) -> float | None:
@@ -158,21 +169,35 @@ def _interval(text: str) -> int | None:
 
 
 def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
-    names = ("coverage", "refresh_interval", "on_miss", "support_scope", "restrict_new")
+    names = ("coverage", "refresh_interval", "on_miss", "support_scope", "restrict_new", "future_rows")
     changes = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     return EpochConfig.preset(arguments.preset, **changes)
 
 
-def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "gen_length": arguments.gen_length,
-        "block_length": arguments.block_length,
-        "steps": arguments.steps,
+def _decoding(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """Arguments of the loop that decodes such a model; those of another loop are refused."""
+    from epoch_moe.decoding import is_canvas_model
+
+    blocks = {
         "threshold": arguments.threshold,
         "editing_threshold": arguments.editing_threshold,
         "max_post_steps": arguments.max_post_steps,
-        "use_cache": not arguments.no_cache,
+        "use_cache": False if arguments.no_cache else None,
     }
+    canvas = {"cfg_scale": arguments.cfg_scale, "remasking": arguments.remasking}
+    own, foreign = (canvas, blocks) if is_canvas_model(config) else (blocks, canvas)
+    for name, value in foreign.items():
+        if value is not None:
+            flag = "--no-cache" if name == "use_cache" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} does nothing for model_type={config.model_type!r}: leave it out")
+    gen_length = arguments.gen_length or (32 if own is canvas else 96)
+    defaults = {
+        "gen_length": gen_length,
+        "block_length": 16 if own is canvas else 32,
+        "steps": gen_length if own is canvas else 32,
+    }
+    given = {name: getattr(arguments, name) for name in defaults}
+    return {**defaults, **{name: value for name, value in (given | own).items() if value is not None}}
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -190,7 +215,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from epoch_moe.decoding import generate
+    from epoch_moe.decoding import loop_of
     from epoch_moe.patching import patch
 
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -213,16 +238,16 @@ def _generate(arguments: argparse.Namespace) -> int:
 
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     start = time.perf_counter()
-    out = generate(
+    sampling = {"top_k": arguments.top_k, "top_p": arguments.top_p}
+    out = loop_of(model)(
         model,
         torch.tensor([ids]),
         temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
+        **{name: value for name, value in sampling.items() if value is not None},
         eos_early_stop=True,
         generator=generator,
         streamer=streamer,
-        **_decoding(arguments),
+        **_decoding(arguments, model.config),
     )
     seconds = time.perf_counter() - start
     if streamer is None:
@@ -277,7 +302,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             batch_size=arguments.batch_size,
             progress=bar.update,
             samples=arguments.show,
-            **_decoding(arguments),
+            **_decoding(arguments, model.config),
         )
     result["model"], result["seed"] = arguments.model, arguments.seed
     for sample in result["samples"]:

@@ -1,8 +1,8 @@
 """`epoch-moe compare`: the same problems solved dense and with a block plan, side by side, in one process.
 
-Dense here means: the same decoding loop with K/V cache on the same patched layers without a plan: every row of the
-block through its top-k experts, LM head on all rows of the block. The two sides alternate batch by batch, so that
-whatever else the machine does falls on both.
+Dense here means: the same decoding loop (with K/V cache, where the model can have one) on the same patched layers
+without a plan: every row of the block through its top-k experts, LM head on all rows of the block. The two sides
+alternate batch by batch, so that whatever else the machine does falls on both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 import epoch_moe
 from epoch_moe.config import EpochConfig
-from epoch_moe.decoding import BlockDiffusionOutput, generate
+from epoch_moe.decoding import BlockDiffusionOutput, loop_of
 from epoch_moe.patching import patched
 from epoch_moe.plan.counters import Work
 from epoch_moe.problems import Problem, check
@@ -42,7 +42,7 @@ class Side:
         """Decode a batch of problems and judge the answers."""
         prompts = [tokenizer(problem.prompt, add_special_tokens=False)["input_ids"] for problem in problems]
         start = time.perf_counter()
-        out: BlockDiffusionOutput = generate(model, prompts, plan=self.plan, **options)
+        out: BlockDiffusionOutput = loop_of(model)(model, prompts, plan=self.plan, **options)
         self.seconds += time.perf_counter() - start
         self.forwards += out.forwards
         assert out.counters is not None
@@ -87,7 +87,8 @@ def compare(
         batch_size: problems decoded together.
         samples: how many problems to return with both answers.
         progress: called with the number of problems after each batch.
-        options: for `epoch_moe.generate` (``gen_length``, ``block_length``, ``threshold``, ...).
+        options: for `epoch_moe.generate` (``gen_length``, ``block_length``, ``threshold``, ...), or for
+            `epoch_moe.generate_semi_autoregressive` where the model decodes on a canvas.
 
     Returns:
         A dictionary for JSON: ``dense`` and ``plan`` (accuracy, seconds, tokens, and the counts of

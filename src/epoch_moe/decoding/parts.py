@@ -5,6 +5,7 @@ Shape suffixes: T rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ def progress_bar(blocks: int, disable: bool) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=blocks, unit="block", desc="generate", disable=disable)
+
+
+def loop_of(model: nn.Module) -> Callable[..., Any]:
+    """The loop that decodes a model: `generate`, or `generate_semi_autoregressive` for a bidirectional canvas."""
+    from epoch_moe.decoding.block_diffusion import generate
+    from epoch_moe.decoding.semi_autoregressive import generate_semi_autoregressive
+
+    return generate_semi_autoregressive if is_canvas_model(model.config) else generate
 
 
 def is_canvas_model(config: Any) -> bool:
