@@ -60,8 +60,8 @@ def test_fresh_rows_are_exact_given_their_inputs(interval: int | None, monkeypat
     """Stable rows vote with what they are now: a fresh row's pool is that of a dense layer on the same input."""
     original, checked = EpochMoEBlock._planned, []
 
-    def spy(self: EpochMoEBlock, x_TH: Tensor, forward: object, step: object) -> Tensor:
-        out_TH = original(self, x_TH, forward, step)  # type: ignore[arg-type]
+    def spy(self: EpochMoEBlock, x_TH: Tensor, forward: object, step: object, *rest: object) -> Tensor:
+        out_TH = original(self, x_TH, forward, step, *rest)  # type: ignore[arg-type]
         want_TH, _ = self._dense(x_TH.view(step.rows.batch, -1, x_TH.shape[1]), None)  # type: ignore[attr-defined]
         fresh_R = step.rows.fresh_R  # type: ignore[attr-defined]
         checked.append(fresh_R.numel())

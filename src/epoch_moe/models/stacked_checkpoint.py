@@ -99,6 +99,8 @@ def load_stacked(
             return files[headers[key].file].get_tensor(key)  # type: ignore[no-any-return]
 
         def read_part(key: str, part: range) -> Tensor:
+            if len(part) == headers[key].shape[0]:
+                return read(key)
             return files[headers[key].file].get_slice(key)[part.start : part.stop]  # type: ignore[no-any-return]
 
         for prefix, sizes in _blocks(shapes).items():
