@@ -83,6 +83,7 @@ class Model:
             slot=slot,
             routing_block=None,
             config=None,
+            ep=None,
             bytes_per_expert=lambda: [block.weights.ensure().bytes_per_expert for block in self.blocks],
             ensure_stacked=lambda: [block.weights.ensure() for block in self.blocks],
         )
