@@ -18,6 +18,7 @@ import epoch_moe
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding import is_canvas_model, loop_of
 from epoch_moe.experts.shard import LocalExperts
+from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
 from epoch_moe.plan.context import BlockPlanContext
@@ -172,6 +173,26 @@ def test_load_model_reads_this_ranks_experts_only(name: str) -> None:
     assert [rank["bytes"] for rank in held] == [everything - expert_bytes // 2] * 2
 
 
+def decode_with_capacity(rank: int, source: str, want: list[list[int]]) -> str:
+    mine = range(5 * rank // 2, 5 * (rank + 1) // 2)
+    prompts = [PROMPTS[i] for i in mine]
+    model = whole_model(source)
+    epoch_moe.patch(model, ep_group=dist.group.WORLD, ep_capacity=200)
+    assert answers(model, prompts, EpochConfig.exact()) == [want[i] for i in mine]
+    small = whole_model(source)
+    epoch_moe.patch(small, ep_group=dist.group.WORLD, ep_capacity=3)
+    with pytest.raises(ExpertParallelError) as error:
+        answers(small, prompts, EpochConfig.exact())
+    return str(error.value)
+
+
+def test_a_fixed_capacity_gives_the_same_tokens_or_an_error() -> None:
+    source = str(GOLDEN / "llada2")
+    want = one_process([source])[f"{source} exact"]
+    for message in run_ranks(2, decode_with_capacity, source, want):
+        assert "capacity=3" in message
+
+
 def disagree(rank: int, what: str, source: str) -> None:
     model = whole_model(source)
     if what == "weights" and rank == 1:
@@ -204,7 +225,7 @@ def test_replicated_ranks_with_other_prompts_are_an_error() -> None:
         assert "would run different forwards next" in value[1]
 
 
-def killed(rank: int, source: str, victim: int, folder: str) -> None:
+def killed(rank: int, source: str, victim: int) -> None:
     model = whole_model(source)
     epoch_moe.patch(model, EpochConfig(), ep_group=dist.group.WORLD)
     if rank == victim:
@@ -222,12 +243,10 @@ def killed(rank: int, source: str, victim: int, folder: str) -> None:
         answers(model, [PROMPTS[rank]], EpochConfig())
 
 
-def kill_one_rank(runs: int, tmp_path: Path) -> None:
+def kill_one_rank(runs: int) -> None:
     for run in range(runs):
         victim = run % 4
-        processes, folder = start_ranks(
-            4, killed, str(GOLDEN / "llada2"), victim, str(tmp_path), collective_timeout=20
-        )
+        processes, folder = start_ranks(4, killed, str(GOLDEN / "llada2"), victim, collective_timeout=20)
         results = collect(processes, folder, deadline=90)
         assert results[victim] == ("lost", -signal.SIGKILL)
         for rank, (kind, value) in enumerate(results):
@@ -236,11 +255,11 @@ def kill_one_rank(runs: int, tmp_path: Path) -> None:
                 assert f"failed on rank {rank}" in value[1]
 
 
-def test_a_rank_that_is_killed_within_a_block_ends_the_others(tmp_path: Path) -> None:
-    kill_one_rank(1, tmp_path)
+def test_a_rank_that_is_killed_within_a_block_ends_the_others() -> None:
+    kill_one_rank(1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_and_no_hang(tmp_path: Path) -> None:
-    kill_one_rank(20, tmp_path)
+def test_twenty_kills_and_no_hang() -> None:
+    kill_one_rank(20)

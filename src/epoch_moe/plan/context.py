@@ -262,6 +262,7 @@ class BlockPlanContext:
         try:
             with self._patched.slot.activate(forward):
                 yield
+            self._check_capacity()
         except BaseException:
             self.end_block()
             raise
@@ -293,7 +294,13 @@ class BlockPlanContext:
             self._take_turn(Turn.PREFILL if self._begins_together else Turn.ITERATION, ids_BS)
         with self._patched.slot.activate(forward):
             yield
+        self._check_capacity()
         self.counters.add_forward(forward.num_rows)
+
+    def _check_capacity(self) -> None:
+        """Before a decoder reads a forward's logits: did every row reach its experts?"""
+        if self._patched.ep is not None and self._patched.ep.dispatcher.capacity is not None:
+            self._patched.ep.dispatcher.check_capacity()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -327,7 +334,8 @@ class BlockPlanContext:
     def _join(self, turn: Turn) -> None:
         """A forward of other ranks, without rows of this one; its supports are kept up to date."""
         if self.config is None or turn == Turn.PREFILL:
-            dense = DenseForward(self.counters, torch.Size((1, 1)), torch.zeros(1, 1, dtype=torch.bool))
+            nothing_11 = torch.zeros(1, 1, dtype=torch.bool, device=self._patched.device)
+            dense = DenseForward(self.counters, nothing_11.shape, nothing_11)
             with self._patched.slot.activate(dense):
                 self._patched.idle_forward(1, 1)
             return
