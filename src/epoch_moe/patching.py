@@ -340,7 +340,7 @@ def patched(
     On a model that is patched already, the configuration is changed and changed back at the end.
     """
     state = _state(model)
-    before = None if state is None or state.inferred is None else (state.config, state.inferred.hints)
+    before = None if state is None else (state.config, None if state.inferred is None else state.inferred.hints)
     report = patch(
         model, config, strict=strict, mask_token_id=mask_token_id, block_length=block_length, editing=editing
     )
@@ -379,9 +379,9 @@ def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> Patc
     return _report(state, {}, 0, 0, updated=True)
 
 
-def _configure(state: PatchState, config: EpochConfig | None, hints: Hints) -> None:
+def _configure(state: PatchState, config: EpochConfig | None, hints: Hints | None) -> None:
     state.config = config
-    if state.inferred is not None:
+    if state.inferred is not None and hints is not None:
         state.inferred.configure(config, hints)
     for block in state.blocks.values():
         block.backend = "auto" if config is None else config.backend

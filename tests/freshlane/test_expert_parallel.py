@@ -30,6 +30,10 @@ CONFIGS: dict[str, EpochConfig | None] = {
     "default": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
     "paper": EpochConfig.paper(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
     "batch": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3, support_scope="batch"),
+    "placed": EpochConfig(
+        coverage=0.6, coverage_floor=0.55, refresh_interval=3, support_scope="batch", balance_ranks=2,
+        max_experts_per_rank=3,
+    ),
 }
 PROMPTS = [[5, 9, 2, 77, 31], list(range(20, 33)), [60], [8, 1, 1, 40, 3, 99, 12, 7, 7], [44, 3]]
 
@@ -84,7 +88,7 @@ def batch_scope_on_ranks(rank: int, source: str, want: dict[str, list[list[int]]
     world = dist.get_world_size()
     model = whole_model(source)
     epoch_moe.patch(model, ep_group=dist.group.WORLD)
-    for name in ("paper", "batch"):
+    for name in ("paper", "batch", "placed"):
         epoch_moe.patch(model, CONFIGS[name])
         mine = range(5 * rank // world, 5 * (rank + 1) // world)
         with epoch_moe.in_step(model):
@@ -147,6 +151,12 @@ def load_own_share(rank: int, source: str, want: list[list[int]]) -> dict[str, A
     assert isinstance(block.experts, LocalExperts) and block.weights.moved_bytes == 0
     with pytest.raises(RuntimeError, match="split over 2 ranks"):
         epoch_moe.unpatch(model)
+    with pytest.raises(ValueError, match="split over ranks"):
+        epoch_moe.plan_report(model)
+    before = model._epoch_moe.config
+    with epoch_moe.patched(model, "exact"):
+        assert model._epoch_moe.config == EpochConfig.exact()
+    assert model._epoch_moe.config == before and before != EpochConfig.exact()
     with pytest.raises(ValueError, match="first patch"):
         epoch_moe.patch(whole_then_patched(source), ep_group=dist.group.WORLD)
     return held

@@ -279,11 +279,16 @@ def plan_report(model: nn.Module, *, reset: bool = False) -> PlanReport:
         reset: start the counts anew, and free the caches of blocks under way.
 
     Raises:
-        ValueError: the model is not patched.
+        ValueError: the model is not patched, or its experts are split over ranks: no plan is inferred there.
     """
     patched = model.__dict__.get("_epoch_moe")
     if patched is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: call epoch_moe.patch(model) first")
+    if patched.inferred is None:
+        raise ValueError(
+            f"the experts of {type(model).__name__} are split over ranks, so no plan is inferred for loops of others: "
+            "epoch_moe.generate returns its counters with the answers"
+        )
     report: PlanReport = patched.inferred.report(reset=reset)
     return report
 

@@ -127,20 +127,19 @@ def _compile(
 ) -> Tensor:
     """Supports ``[G,E]`` from this forward's voting rows; those outside ``only_G`` come out without meaning."""
     assert config.coverage is not None
-    if shared is not None:
-        selection, weights, votes = shared.gather(scores.selection_TE[rows.vote_src], scores.combine_TE[rows.vote_src])
-        return compile_support(
-            selection[None], weights[None], votes[None], spec, config.coverage, config.candidate_factor
-        )
+    selection_WE, weights_WE = scores.selection_TE[rows.vote_src], scores.combine_TE[rows.vote_src]
     num_experts, places = spec.num_experts, rows.batch * rows.block_len
     device = scores.selection_TE.device
-    selection = torch.zeros(places, num_experts, device=device)
-    weights = torch.zeros(places, num_experts, device=device)
-    votes = torch.zeros(places, dtype=torch.bool, device=device)
-    selection[rows.vote_dst] = scores.selection_TE[rows.vote_src]
-    weights[rows.vote_dst] = scores.combine_TE[rows.vote_src]
-    # Rows of supports that nobody asked for do not vote: filling their deficits would take rounds for nothing.
-    votes[rows.vote_dst] = True if only_G is None else only_G[_group_of(rows, config)[rows.vote_src]]
+    if shared is not None:
+        selection, weights, votes = shared.gather(selection_WE, weights_WE)
+    else:
+        selection = torch.zeros(places, num_experts, device=device)
+        weights = torch.zeros(places, num_experts, device=device)
+        votes = torch.zeros(places, dtype=torch.bool, device=device)
+        selection[rows.vote_dst] = selection_WE
+        weights[rows.vote_dst] = weights_WE
+        # Rows of supports that nobody asked for do not vote: filling their deficits would take rounds for nothing.
+        votes[rows.vote_dst] = True if only_G is None else only_G[_group_of(rows, config)[rows.vote_src]]
     groups = rows.batch if config.support_scope == "sequence" else 1
     return compile_support(
         selection.view(groups, -1, num_experts),
