@@ -19,7 +19,7 @@ from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
-from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.local import DenseShard, pick
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.context import DenseForward, PlanSlot
@@ -153,9 +153,9 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
-        y_RH = self._experts(x_RH, routing, forward, shared)
         assert step.state.cache_MH is not None
-        return restore(y_RH, step.rows, step.state.cache_MH)
+        shard = DenseShard(step.rows, step.state.cache_MH)
+        return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
 
     def _route(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> tuple[Tensor, Routing]:
         """The fresh rows, packed, and their experts inside the layer's support."""
@@ -228,8 +228,12 @@ class EpochMoEBlock(nn.Module):
         routing: Routing,
         forward: ForwardPlan | DenseForward | None,
         shared: _SharedExpert | None = None,
+        shard: DenseShard | None = None,
     ) -> Tensor:
-        """Routed experts of some rows, counted: all here, or wherever they are."""
+        """Routed experts of some rows, counted: all here, or wherever they are.
+
+        What needs none of them, the shared expert and cached rows, is done while rows are under way.
+        """
         if self.ep is None:
             return self._run_local(x_RH, routing.ids_TK, routing.weights_TK, forward, x_RH.shape[0])
         if torch.is_grad_enabled() and x_RH.requires_grad:
@@ -241,6 +245,7 @@ class EpochMoEBlock(nn.Module):
             lambda x_NH, ids_NK, weights_NK: self._run_local(x_NH, ids_NK, weights_NK, forward, x_RH.shape[0]),
             name=self.name,
             meanwhile=None if shared is None else shared.compute,
+            meanwhile_back=None if shard is None else shard.copy_cached,
         )
 
     def _run_local(

@@ -15,10 +15,12 @@ from distributed import collect, run_ranks, start_ranks
 from helpers import GOLDEN
 
 import epoch_moe
+from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding import is_canvas_model, loop_of
 from epoch_moe.experts.shard import LocalExperts
-from epoch_moe.freshlane.collectives import ExpertParallelError
+from epoch_moe.freshlane.collectives import ExpertParallelError, Pending
+from epoch_moe.freshlane.local import DenseShard
 from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
 from epoch_moe.plan.context import BlockPlanContext
@@ -139,6 +141,59 @@ def test_all_pairs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_support_for_all_ranks(world: int) -> None:
     source = str(GOLDEN / "llada2")
     run_ranks(world, batch_scope_on_ranks, source, one_process([source]))
+
+
+def order_of_events(rank: int, source: str, layout: Any) -> set[tuple[str, ...]]:
+    """What one planned layer does between starting and ending its exchanges, each order that occurs once."""
+    model = whole_model(source)
+    epoch_moe.patch(model, EpochConfig(), ep_group=dist.group.WORLD, ep_layout=layout)
+    dispatcher, events, orders = model._epoch_moe.ep.dispatcher, [], set()
+
+    def noted(start: Any, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            pending = start(*args, **kwargs)
+            events.append(f"{name} starts")
+
+            def finish() -> Any:
+                events.append(f"{name} ends")
+                return pending.wait()
+
+            return Pending(None, name, finish)
+
+        return call
+
+    def note(function: Any, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    def planned(self: EpochMoEBlock, *args: Any) -> Any:
+        events.clear()
+        out = original(self, *args)
+        orders.add(tuple(events))
+        return out
+
+    original = EpochMoEBlock._planned
+    EpochMoEBlock._planned = planned  # type: ignore[method-assign]
+    dispatcher.dispatch = noted(dispatcher.dispatch, "dispatch")
+    dispatcher.combine = noted(dispatcher.combine, "return")
+    DenseShard.copy_cached = note(DenseShard.copy_cached, "cached rows")  # type: ignore[method-assign]
+    for block in model._epoch_moe.blocks.values():
+        block.shared_experts.forward = note(block.shared_experts.forward, "shared expert")
+    answers(model, PROMPTS[:1], EpochConfig())
+    return orders
+
+
+@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+def test_shared_expert_and_cached_rows_fill_the_time_of_the_exchanges(layout: str) -> None:
+    there, back = ["dispatch starts", "dispatch ends"], ["return starts", "cached rows", "return ends"]
+    (there if layout == "sharded" else back).insert(1, "shared expert")
+    # Ending the shard asks for its first half again, which is done by then.
+    want = {(*there, *back), (*there, *back, "cached rows")}
+    for orders in run_ranks(2, order_of_events, str(GOLDEN / "llada2"), layout):
+        assert orders == want, orders
 
 
 def load_own_share(rank: int, source: str, want: list[list[int]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.local import DenseShard, pick, restore
 from epoch_moe.freshlane.worklist import build_worklist, combine
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.routing import NO_EXPERT
@@ -115,7 +115,17 @@ def test_restore_gives_each_row_its_own_output(lead: int, words: list[str], pois
         for m in range(batch * window):
             if m not in read:
                 before[m] = cache_MH[m] = float("nan")
+        halves, cache_of_halves = [], cache_MH.clone()
+        for given_TH in (None, torch.full_like(x_TH, float("nan"))):
+            shard = DenseShard(rows, cache_of_halves, given_TH)
+            shard.copy_cached()
+            halves.append(shard.finish(pick(x_TH, rows) + 100))
+            assert given_TH is None or halves[-1] is given_TH
+            if given_TH is None:
+                cache_of_halves = cache_MH.clone()
         out_TH = restore(pick(x_TH, rows) + 100, rows, cache_MH)
+        assert all(torch.equal(half, out_TH) for half in halves)
+        assert torch.equal(cache_of_halves.nan_to_num(-1), cache_MH.nan_to_num(-1))
         for t, kind in enumerate(kinds):
             if t % seq_len < lead:
                 assert torch.equal(out_TH[t], x_TH[t] + 100)
@@ -125,6 +135,18 @@ def test_restore_gives_each_row_its_own_output(lead: int, words: list[str], pois
             assert torch.equal(out_TH[t], want)
             held = x_TH[t] + 100 if kind == "store" else before[entry]
             assert torch.equal(cache_MH[entry].nan_to_num(-1), held.nan_to_num(-1))
+
+
+def test_the_cache_is_read_before_it_is_written() -> None:
+    rows = row_plan(1, 2, 0, ["store", "reuse"])
+    rows.reuse_src[0] = rows.store_dst[0]  # no row plan reads what it writes; the order is promised all the same
+    cache_MH = torch.ones(2, 2)
+    shard = DenseShard(rows, cache_MH)
+    shard.copy_cached()
+    shard.copy_cached()
+    assert torch.equal(cache_MH, torch.ones(2, 2))
+    out_TH = shard.finish(torch.full((1, 2), 7.0))
+    assert torch.equal(out_TH, torch.tensor([[7.0, 7.0], [1.0, 1.0]])) and torch.equal(cache_MH[0], out_TH[0])
 
 
 def test_restoring_does_not_let_the_cache_alias_the_output() -> None:

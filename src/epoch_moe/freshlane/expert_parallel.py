@@ -93,6 +93,7 @@ class ExpertParallel:
         *,
         name: str,
         meanwhile: Callable[[], None] | None = None,
+        meanwhile_back: Callable[[], None] | None = None,
     ) -> Tensor:
         """Routed experts of some rows, wherever the experts are: ``[R,H]``.
 
@@ -100,14 +101,21 @@ class ExpertParallel:
             x_RH, ids_RK, weights_RK: as `FreshLaneDispatcher.dispatch` takes them.
             run_local: ``(x_NH, local ids, weights) -> [N,H]`` with this rank's experts.
             name: of the layer, for errors.
-            meanwhile: what can be computed while rows travel.
+            meanwhile: what can be computed while rows travel to their experts (replicated: while sums come back, as
+                no row travels).
+            meanwhile_back: what can be done while sums come back.
         """
         pending = self.dispatcher.dispatch(x_RH, ids_RK, weights_RK, name=name)
-        if meanwhile is not None:
+        if meanwhile is not None and self.layout == "sharded":
             meanwhile()
         arrived = pending.wait()
         y_NH = run_local(arrived.x_NH, arrived.ids_NK, arrived.weights_NK)
-        y_RH: Tensor = self.dispatcher.combine(y_NH, arrived.handle).wait()
+        returning = self.dispatcher.combine(y_NH, arrived.handle)
+        if meanwhile is not None and self.layout == "replicated":
+            meanwhile()
+        if meanwhile_back is not None:
+            meanwhile_back()
+        y_RH: Tensor = returning.wait()
         return y_RH
 
     def agree_once(self, plan: str) -> None:
