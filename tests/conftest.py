@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 from helpers import Golden, load_golden
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter then. Triton reads this when it is imported, so before anything does that.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
