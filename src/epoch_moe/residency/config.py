@@ -1,0 +1,143 @@
+"""`ResidencyConfig`: how many experts stay in fast memory, who decides which, and where the others lie."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Miss = Literal["auto", "load", "compute"]
+Tier = Literal["auto", "host", "disk"]
+POLICIES = ("retention", "lru", "lfu", "interval", "static")
+"""Policies that can run; `belady` needs the future and exists for recorded traces only."""
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencyConfig:
+    """How a model runs with a part of its experts in fast memory. It changes where weights lie, never a result.
+
+    Attributes:
+        budget: fast memory for routed experts. A share in (0, 1] of each layer's experts (0.4, or ``"40%"``), rounded
+            down to whole experts; or bytes for all layers together, as an integer or as text (``"2GB"``, ``"1.5GiB"``).
+            Bytes include the scratch buffers that experts pass through which are not kept; a share does not.
+        policy: who stays: ``"retention"`` (predicted reuse), ``"lru"``, ``"lfu"``, ``"interval"`` or ``"static"``.
+        source: folder of a checkpoint that holds the same experts. None: the one that the model was loaded from, where
+            it is known and its experts are the model's bit for bit; otherwise they are written to a temporary file.
+        spill_dir: folder of that file; None: the system's folder for temporary files.
+        miss: what happens to an expert that is not in fast memory: ``"load"``, ``"compute"`` it where it lies, or
+            ``"auto"``: the cheaper one by measured speeds. On a CPU alone there is nothing to choose: both read it
+            from the file.
+        tier: where the other experts lie: ``"disk"``, ``"host"`` (main memory, pinned where the device is a GPU), or
+            ``"auto"``: host beside a GPU if they fit into half of the free main memory, else disk.
+        drop_cache: have the system forget file contents that were read, so that its page cache stays small too.
+    """
+
+    budget: float | int | str = 0.4
+    policy: str = "retention"
+    source: str | Path | None = None
+    spill_dir: str | Path | None = None
+    miss: Miss = "auto"
+    tier: Tier = "auto"
+    drop_cache: bool = False
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"ResidencyConfig.{name}={getattr(self, name)!r}: expected {expected}")
+
+        parse_budget(self.budget)
+        check("policy", self.policy in POLICIES, " or ".join(map(repr, POLICIES)))
+        check("miss", self.miss in ("auto", "load", "compute"), "'auto', 'load' or 'compute'")
+        check("tier", self.tier in ("auto", "host", "disk"), "'auto', 'host' or 'disk'")
+        check("drop_cache", isinstance(self.drop_cache, bool), "True or False")
+        for name in ("source", "spill_dir"):
+            value = getattr(self, name)
+            check(name, value is None or isinstance(value, (str, Path)), "None or a folder")
+
+
+def parse_budget(budget: Any) -> float | int:
+    """A share of experts as float, or a number of bytes as int.
+
+    Raises:
+        ValueError: neither.
+    """
+    refused = ValueError(
+        f"ResidencyConfig.budget={budget!r}: expected a share in (0, 1] such as 0.4 or '40%', or bytes such as "
+        "2_000_000_000 or '2GB'"
+    )
+    if isinstance(budget, bool):
+        raise refused
+    if isinstance(budget, int):
+        if budget < 1:
+            raise refused
+        return budget
+    share: float
+    if isinstance(budget, float):
+        share = budget
+    elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[a-zA-Z]+)?\s*", budget)):
+        number, unit = match[1], (match[2] or "").upper()
+        if unit in _UNITS:
+            bytes_ = int(float(number) * _UNITS[unit])
+            if bytes_ < 1:
+                raise refused
+            return bytes_
+        if unit not in ("", "%"):
+            raise refused
+        share = float(number) / (100.0 if unit else 1.0)
+    else:
+        raise refused
+    if not (math.isfinite(share) and 0.0 < share <= 1.0):
+        raise refused
+    return share
+
+
+def slots_per_layer(
+    budget: float | int | str, experts_L: Sequence[int], bytes_L: Sequence[int], scratch_bytes: int
+) -> list[int]:
+    """How many experts of each layer a budget keeps in fast memory.
+
+    Args:
+        budget: see `ResidencyConfig`.
+        experts_L: experts of each layer.
+        bytes_L: bytes of one of them.
+        scratch_bytes: what the buffers take that bytes have to hold too.
+
+    Bytes are shared out evenly: the same share of every layer, and one more for the first layers while they last. No
+    slot at all is possible with bytes: then every expert passes through the scratch buffers.
+
+    Raises:
+        ValueError: less than one expert; names the smallest budget.
+    """
+    amount = parse_budget(budget)
+    if isinstance(amount, float):
+        # 0.07 * 100 is 7.000000000000001: a share that means whole experts gives them.
+        slots = [math.floor(amount * num_experts + 1e-9) for num_experts in experts_L]
+        if min(slots) < 1:
+            fewest = min(experts_L)
+            raise ValueError(
+                f"ResidencyConfig.budget={budget!r} keeps {amount * fewest:.2f} of a layer's {fewest} experts: the "
+                f"smallest share is {1 / fewest:.4g} (one expert); less is possible in bytes, from {scratch_bytes} "
+                "bytes on, where every expert is read anew whenever it is needed"
+            )
+        return slots
+    if amount < scratch_bytes:
+        raise ValueError(
+            f"ResidencyConfig.budget={budget!r} ({amount} bytes) is below the buffers that experts pass through: the "
+            f"smallest budget is {scratch_bytes} bytes; one expert per layer more takes {sum(bytes_L)} bytes each"
+        )
+    left = amount - scratch_bytes
+    total = sum(num * size for num, size in zip(experts_L, bytes_L, strict=True))
+    slots = [min(num, left * num // total) for num in experts_L]
+    left -= sum(num * size for num, size in zip(slots, bytes_L, strict=True))
+    for layer, size in enumerate(bytes_L):
+        if left < size or slots[layer] == experts_L[layer]:
+            continue
+        slots[layer] += 1
+        left -= size
+    return slots

@@ -1,0 +1,338 @@
+"""Where experts lie that are not in fast memory: in a file, or in main memory.
+
+Shape suffixes: E experts, F expert inner size, H hidden.
+
+Files are read with `preadv` into memory that exists already. A memory map would do the same with less code, but a file
+that is truncated under a map ends the process with SIGBUS; here it ends a forward, with an error that names the file,
+the tensor and the place. Reads take their own offset, so processes after a fork, and several models, share a file
+without disturbing each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from epoch_moe.tensor_files import TensorHeader, read_header
+
+STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+class ResidencyError(RuntimeError):
+    """Experts could not be read from where they lie. The forward ends; what is in fast memory stays valid."""
+
+
+class ExpertSource(Protocol):
+    """One layer's experts, all of them.
+
+    Attributes:
+        in_memory: whether `weights` gives an expert without reading it from a file.
+    """
+
+    in_memory: bool
+
+    def read(self, expert: int, gate_up_2FH: Tensor, down_HF: Tensor) -> int:
+        """Write one expert into contiguous CPU tensors; the bytes that were read.
+
+        Raises:
+            ResidencyError: it cannot be read.
+        """
+        ...
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """One expert's ``[2F,H]`` and ``[H,F]`` as they lie in main memory."""
+        ...
+
+
+class TensorFile:
+    """An open safetensors file that notices when it is changed.
+
+    Args:
+        path: of the file.
+        drop_cache: have the system forget what was read.
+        unlink: remove the name once the file is open: its contents go with the last reader, however that ends.
+
+    Attributes:
+        headers: its tensors.
+
+    Raises:
+        ValueError: no complete safetensors file.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, drop_cache: bool = False, unlink: bool = False):
+        if not hasattr(os, "preadv"):
+            raise OSError("this system has no os.preadv, which reading experts from files needs (Linux, macOS, BSD)")
+        self.path, self.drop_cache = path, drop_cache
+        self.headers = read_header(path)
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        self._seen = self._identity()
+        # Between the two opens another file may have taken the name.
+        start = min((header.start for header in self.headers.values()), default=8)
+        self._start = os.pread(self._fd, start, 0)
+        if read_header(path) != self.headers or self._named() != self._seen:
+            raise ResidencyError(f"{path} was replaced while it was opened: try again")
+        if unlink:
+            os.unlink(path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorFile:
+        return self  # nothing in it belongs to one model
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.path} is open for reading experts, which no pickle can hold: call epoch_moe.unpatch first"
+        )
+
+    def _identity(self) -> tuple[int, int]:
+        found = os.fstat(self._fd)
+        return found.st_size, found.st_mtime_ns
+
+    def _named(self) -> tuple[int, int]:
+        found = os.stat(self.path)
+        return found.st_size, found.st_mtime_ns
+
+    def read(self, key: str, start: int, address: int, size: int) -> None:
+        """Read ``size`` bytes of tensor ``key`` at byte ``start`` of the file to a memory address.
+
+        Raises:
+            ResidencyError: the file ends before, cannot be read, or is not what it was when it was opened.
+        """
+        done = 0
+        try:
+            while done < size:
+                # A view of the caller's memory: no bytes object in between.
+                rest = (ctypes.c_char * (size - done)).from_address(address + done)
+                got = os.preadv(self._fd, [rest], start + done)
+                if got == 0:
+                    raise ResidencyError(
+                        f"{self._where(key, start)}: the file ends at byte {self._identity()[0]}, and {size - done} "
+                        f"more were there when it was opened: {self._changes() or 'it was truncated'}. {_ADVICE}"
+                    )
+                done += got
+            # After the read: what was written during it counts too.
+            changes = self._changes()
+        except OSError as error:
+            raise ResidencyError(f"{self._where(key, start)}: {error}. {_ADVICE}") from error
+        if changes:
+            raise ResidencyError(f"{self._where(key, start)}: {changes} while a model reads it. {_ADVICE}")
+        if self.drop_cache:
+            self.forget(start, size)
+
+    def forget(self, start: int = 0, size: int = 0) -> None:
+        """Have the system drop cached contents (0 bytes: all); does nothing where it cannot."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_DONTNEED)
+
+    def _where(self, key: str, start: int) -> str:
+        return f"cannot read {key} from {self.path} at byte {start}"
+
+    def _changes(self) -> str:
+        """What is different from when the file was opened, or ''."""
+        size, modified = self._identity()
+        if (size, modified) == self._seen:
+            return ""
+        if size != self._seen[0]:
+            return f"its size went from {self._seen[0]} to {size} bytes"
+        same = os.pread(self._fd, len(self._start), 0) == self._start
+        return "it was written to (its header is the same)" if same else "it was written to (its header is another one)"
+
+
+_ADVICE = (
+    "The forward was ended, and nothing was computed with what was read. Bring the file back and load the model anew"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of one expert in a file.
+
+    Attributes:
+        file: which.
+        key: tensor that it belongs to.
+        start: first byte in the file.
+        size: bytes.
+        down: whether it belongs to the down projection, or to gate and up.
+        offset: first byte in the expert's ``[2F,H]`` or ``[H,F]``.
+    """
+
+    file: TensorFile
+    key: str
+    start: int
+    size: int
+    down: bool
+    offset: int
+
+
+class Staging:
+    """Buffers for one expert in the dtype of a file, where the model has another one. Shared by the layers of a model.
+
+    Args:
+        inner, hidden: F and H.
+        dtype: of the file.
+    """
+
+    def __init__(self, inner: int, hidden: int, dtype: torch.dtype):
+        self.gate_up_2FH = torch.empty(2 * inner, hidden, dtype=dtype, device="cpu")
+        self.down_HF = torch.empty(hidden, inner, dtype=dtype, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return sum(t.numel() * t.element_size() for t in (self.gate_up_2FH, self.down_HF))
+
+
+class FileSource:
+    """One layer's experts in safetensors files.
+
+    Args:
+        parts_E: the pieces of each expert, see `find_parts`.
+        dtype: as stored.
+        staging: where experts are read to whose dtype changes; needed where ``read`` is asked for another one.
+        dtypes: conversions that an expert goes through, in this order (a model that was made bfloat16 and then float32
+            has bfloat16's values in float32).
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        parts_E: Sequence[tuple[Part, ...]],
+        dtype: torch.dtype,
+        staging: Staging | None = None,
+        dtypes: tuple[torch.dtype, ...] = (),
+    ):
+        self.parts_E, self.dtype, self.staging, self.dtypes = parts_E, dtype, staging, dtypes
+
+    def read(self, expert: int, gate_up_2FH: Tensor, down_HF: Tensor) -> int:
+        """See `ExpertSource.read`."""
+        direct = self.staging is None or all(dtype == self.dtype for dtype in (*self.dtypes, gate_up_2FH.dtype))
+        if direct and gate_up_2FH.dtype != self.dtype:
+            raise TypeError(f"the file holds {self.dtype}, the memory {gate_up_2FH.dtype}, and there is no staging")
+        targets = (gate_up_2FH, down_HF)
+        if not direct:
+            assert self.staging is not None
+            targets = (self.staging.gate_up_2FH, self.staging.down_HF)
+        total = 0
+        for part in self.parts_E[expert]:
+            target = targets[part.down]
+            assert target.is_contiguous() and target.device.type == "cpu"
+            part.file.read(part.key, part.start, target.data_ptr() + part.offset, part.size)
+            total += part.size
+        if not direct:
+            for staged, target in zip(targets, (gate_up_2FH, down_HF), strict=True):
+                for dtype in self.dtypes:
+                    staged = staged.to(dtype)
+                target.copy_(staged)
+        return total
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """See `ExpertSource.weights`."""
+        raise TypeError("experts of a file have to be read")
+
+    def forget(self) -> None:
+        """Have the system drop what it caches of the files."""
+        for file in {part.file for parts in self.parts_E for part in parts}:
+            file.forget()
+
+
+class HostSource:
+    """One layer's experts in main memory.
+
+    Args:
+        gate_up_E2FH, down_EHF: CPU tensors, pinned where the device is a GPU.
+    """
+
+    in_memory = True
+
+    def __init__(self, gate_up_E2FH: Tensor, down_EHF: Tensor):
+        self.gate_up_E2FH, self.down_EHF = gate_up_E2FH, down_EHF
+
+    def read(self, expert: int, gate_up_2FH: Tensor, down_HF: Tensor) -> int:
+        """See `ExpertSource.read`."""
+        gate_up, down = self.weights(expert)
+        gate_up_2FH.copy_(gate_up)
+        down_HF.copy_(down)
+        return gate_up.numel() * gate_up.element_size() + down.numel() * down.element_size()
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        """See `ExpertSource.weights`."""
+        return self.gate_up_E2FH[expert], self.down_EHF[expert]
+
+
+def find_parts(
+    headers: Mapping[str, TensorHeader],
+    files: Mapping[str, TensorFile],
+    prefix: str,
+    experts: range,
+    inner: int,
+    hidden: int,
+) -> tuple[list[tuple[Part, ...]], torch.dtype] | None:
+    """The pieces of one layer's experts in a checkpoint, in any of the three layouts, and their dtype.
+
+    Args:
+        headers: of the checkpoint's tensors.
+        files: its files by name.
+        prefix: path of the MoE block, such as ``model.layers.1.mlp``.
+        experts: numbers of the experts that are wanted.
+        inner, hidden: F and H.
+
+    Returns:
+        None where the checkpoint has no such experts.
+
+    Raises:
+        ValueError: it has them in other sizes or dtypes than can be used.
+    """
+    half, down = (inner, hidden), (hidden, inner)
+    # Tensor -> (shape of one expert's part, is it of the down projection, rows of [2F,H] before it)
+    single = {
+        "gate_proj": (half, False, 0),
+        "up_proj": (half, False, inner),
+        "down_proj": (down, True, 0),
+    }
+    fused = {"w1": ((2 * inner, hidden), False, 0), "w2": (down, True, 0)}
+    if f"{prefix}.w1" in headers:
+        named = {f"{prefix}.{name}": where for name, where in fused.items()}
+        stacked = True
+    elif f"{prefix}.experts.gate_proj" in headers:
+        named = {f"{prefix}.experts.{name}": where for name, where in single.items()}
+        stacked = True
+    elif f"{prefix}.experts.{experts.start}.gate_proj.weight" in headers:
+        stacked, named = False, {}
+    else:
+        return None
+    dtypes: set[str] = set()
+
+    def part(key: str, expert: int, shape: tuple[int, int], is_down: bool, before: int) -> Part:
+        header = headers.get(key)
+        if header is None:
+            raise ValueError(f"there is no {key} beside the other experts of {prefix}")
+        wanted = shape if not stacked else (header.shape[0], *shape)
+        if header.shape != wanted or (stacked and header.shape[0] < experts.stop):
+            raise ValueError(f"{key} has shape {list(header.shape)}: expected {['experts', *shape][not stacked:]}")
+        if header.dtype not in STORED_DTYPES:
+            raise ValueError(f"{key} is stored as {header.dtype}: expected {', '.join(STORED_DTYPES)}")
+        dtypes.add(header.dtype)
+        item = STORED_DTYPES[header.dtype].itemsize
+        size = shape[0] * shape[1] * item
+        if header.end - header.start != size * (header.shape[0] if stacked else 1):
+            raise ValueError(f"{key} takes {header.end - header.start} bytes of {header.file}: its shape differs")
+        start = header.start + (expert * size if stacked else 0)
+        return Part(files[header.file], key, start, size, is_down, before * hidden * item)
+
+    parts_E = []
+    for expert in experts:
+        if not stacked:
+            named = {f"{prefix}.experts.{expert}.{name}.weight": where for name, where in single.items()}
+        parts_E.append(tuple(part(key, expert, *where) for key, where in named.items()))
+    if len(dtypes) != 1:
+        raise ValueError(f"experts of {prefix} are stored in several dtypes: {', '.join(sorted(dtypes))}")
+    return parts_E, STORED_DTYPES[dtypes.pop()]
