@@ -1,0 +1,299 @@
+"""From sorted pairs back to the dense shard: weighted sums, reused rows and the cache in one pass.
+
+One program per row and tile of H. Every output element is written by one program and every sum runs over the slots in
+ascending order in fp32, products rounded before they are added, so results do not depend on scheduling and are those of
+plain torch to the bit. What a program does is decided by ``source_T``:
+
+  s >= 0    the weighted sum of packed row s, to the dense shard, and to the cache where ``store_R[s]`` names an entry
+  s == -1   zeros (padding, finished sequences): nothing is read
+  s <= -2   cache entry ``-(s + 2)``
+
+Packed rows that no ``source_T`` names are padding: their ranks, weights and pairs are never read.
+
+Shape suffixes: T rows of the forward, R capacity of the packed rows, K top-k, P = R x K pairs, H hidden, M cache
+entries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epoch_moe.kernels.launch import AotCase, pointer
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+OPTIONS = {"enable_fp_fusion": False}  # a product is rounded before it is added, as plain torch does it
+
+
+@triton.jit
+def _weighted_sum(
+    pairs_ptr, rank_ptr, weights_ptr, row, column, H, pairs_stride, K: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """fp32 ``[BLOCK_H]``: slot 0 first. An empty slot reads no pair, and its weight, whatever it holds, is not used."""
+    total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    for slot in tl.static_range(K):
+        rank = tl.load(rank_ptr + row * K + slot)
+        filled = rank >= 0
+        weight = tl.where(filled, tl.load(weights_ptr + row * K + slot), 0.0)
+        reads = column < tl.where(filled, H, 0)
+        # [P,H] holds more than 2^31 elements at 16,384 rows of flash: 64-bit offsets.
+        pair = tl.load(pairs_ptr + rank.to(tl.int64) * pairs_stride + column, mask=reads, other=0.0)
+        total += weight * pair.to(tl.float32)
+    return total
+
+
+@triton.jit
+def combine_kernel(
+    pairs_ptr, rank_ptr, weights_ptr, count_ptr, out_ptr, pairs_stride, H, HAS_COUNT: tl.constexpr, K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Packed rows ``[R,H]``, contiguous; rows from the count on become zeros without a read."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = column < H
+    to = out_ptr + row * H + column
+    if HAS_COUNT:
+        real = row < tl.load(count_ptr)
+    else:
+        real = True
+    if real:
+        y = _weighted_sum(pairs_ptr, rank_ptr, weights_ptr, row, column, H, pairs_stride, K, BLOCK_H)
+        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(to, tl.zeros([BLOCK_H], dtype=out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def restore_kernel(
+    y_ptr, rank_ptr, weights_ptr, source_ptr, store_ptr, cache_ptr, out_ptr, y_stride, cache_stride, out_stride, H,
+    COMBINE: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The dense shard. COMBINE: ``y`` are sorted pairs ``[P,H]``; else packed rows ``[R,H]``, already combined."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = column < H
+    to = out_ptr + row * out_stride + column
+    source = tl.load(source_ptr + row)
+    if source >= 0:
+        if COMBINE:
+            total = _weighted_sum(y_ptr, rank_ptr, weights_ptr, source, column, H, y_stride, K, BLOCK_H)
+            y = total.to(out_ptr.dtype.element_ty)
+        else:
+            y = tl.load(y_ptr + source * y_stride + column, mask=inside)
+        tl.store(to, y, mask=inside)
+        entry = tl.load(store_ptr + source)
+        if entry >= 0:
+            tl.store(cache_ptr + entry * cache_stride + column, y, mask=inside)
+    elif source == -1:
+        tl.store(to, tl.zeros([BLOCK_H], dtype=out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(to, tl.load(cache_ptr + -(source + 2) * cache_stride + column, mask=inside), mask=inside)
+
+
+def _tile(hidden: int) -> tuple[int, int]:
+    """Columns per program and warps: 8 elements (16 bytes of a 16-bit type) per thread, 4 where rows are unaligned."""
+    block = max(64, min(1024, triton.next_power_of_2(hidden)))
+    return block, max(1, block // (256 if hidden % 16 == 0 else 128))
+
+
+def _grid(rows: int, hidden: int, block: int) -> tuple[int, int]:
+    return rows, triton.cdiv(hidden, block)
+
+
+def _expect(fits: bool, name: str, tensor: Tensor, expected: str) -> None:
+    if not fits:
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, expected {expected}")
+
+
+def _check_rows(name: str, tensor: Tensor, like: Tensor) -> None:
+    _expect(
+        tensor.ndim == 2 and tensor.shape[1] == like.shape[1] and tensor.dtype == like.dtype in FLOATS
+        and tensor.device == like.device,
+        name, tensor, f"{like.dtype} [rows, {like.shape[-1]}] on {like.device} (bfloat16, float16 or float32)",
+    )  # fmt: skip
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}, expected elements of a row side by side")
+
+
+def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor) -> None:
+    _expect(
+        tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device == like.device
+        and tensor.is_contiguous(),
+        name, tensor, f"{dtype} {list(shape)} on {like.device}, contiguous",
+    )  # fmt: skip
+
+
+def _check_pairs(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor) -> None:
+    _check_rows("pairs_PH", pairs_PH, pairs_PH)
+    if rank_RK.ndim != 2 or rank_RK.shape[1] < 1:
+        raise ValueError(f"rank_RK is {list(rank_RK.shape)}, expected [rows, K] with K at least 1")
+    rows, top_k = rank_RK.shape
+    _check_vector("rank_RK", rank_RK, torch.int32, (rows, top_k), pairs_PH)
+    _check_vector("weights_RK", weights_RK, torch.float32, (rows, top_k), pairs_PH)
+
+
+def _check_restored(
+    packed: int, like: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, out_TH: Tensor
+) -> None:
+    _check_rows("cache_MH", cache_MH, like)
+    _check_rows("out_TH", out_TH, like)
+    _check_vector("source_T", source_T, torch.int64, (out_TH.shape[0],), like)
+    _check_vector("store_R", store_R, torch.int64, (packed,), like)
+
+
+@torch.library.custom_op("epoch_moe::combine", mutates_args=())
+def combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
+    """Weighted sum over the K pairs of each packed row: ``[R,H]`` in the dtype of ``pairs_PH``.
+
+    The sum is taken in fp32, slot 0 first, and rounded once, as `freshlane.worklist.combine` does. Rows from ``count``
+    on come out as zeros.
+
+    Args:
+        pairs_PH: expert outputs in sorted order (`kernels.grouped_mlp`); rows behind the last segment hold
+            anything.
+        rank_RK: int32, the sorted position of each pair; -1 = empty slot, which adds nothing.
+        weights_RK: fp32. Weights of empty slots may hold anything.
+        count: int32 ``[1]`` on the device, how many rows are real; None means all of them.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout is not the one above.
+    """
+    _check_pairs(pairs_PH, rank_RK, weights_RK)
+    if count is not None:
+        _check_vector("count", count, torch.int32, (1,), pairs_PH)
+    (rows, top_k), hidden = rank_RK.shape, pairs_PH.shape[1]
+    out_RH = torch.empty((rows, hidden), dtype=pairs_PH.dtype, device=pairs_PH.device)
+    block, warps = _tile(hidden)
+    if out_RH.numel():
+        combine_kernel[_grid(rows, hidden, block)](
+            pairs_PH, rank_RK, weights_RK, rank_RK if count is None else count, out_RH, pairs_PH.stride(0), hidden,
+            HAS_COUNT=count is not None, K=top_k, BLOCK_H=block, num_warps=warps,
+            **OPTIONS,
+        )  # fmt: skip
+    return out_RH
+
+
+@combine.register_fake
+def _(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
+    return pairs_PH.new_empty((rank_RK.shape[0], pairs_PH.shape[1]))
+
+
+@torch.library.custom_op("epoch_moe::restore", mutates_args=("cache_MH", "out_TH"))
+def restore(y_RH: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, out_TH: Tensor) -> None:
+    """The dense shard from rows that are already combined (over ranks, say); writes the cache.
+
+    Args:
+        y_RH: packed rows. Only those that ``source_T`` names are read.
+        source_T: int64, what each row of ``out_TH`` is: a packed row, -1 for zeros, ``-(entry + 2)`` for a cache entry.
+        store_R: int64, the cache entry that a packed row is written to, negative for none.
+        cache_MH: written at the stored entries and nowhere else. No entry may be both read and stored, or stored twice,
+            in one call: programs run in any order. Row plans hold this, as a row is either fresh or reused.
+        out_TH: every row is written.
+
+    Raises:
+        ValueError: a dtype, shape, device or layout is not the one above.
+    """
+    _check_rows("y_RH", y_RH, y_RH)
+    _check_restored(y_RH.shape[0], y_RH, source_T, store_R, cache_MH, out_TH)
+    hidden = out_TH.shape[1]
+    block, warps = _tile(hidden)
+    if out_TH.numel():
+        restore_kernel[_grid(out_TH.shape[0], hidden, block)](
+            y_RH, source_T, source_T, source_T, store_R, cache_MH, out_TH, y_RH.stride(0), cache_MH.stride(0),
+            out_TH.stride(0), hidden, COMBINE=False, K=1, BLOCK_H=block, num_warps=warps,
+            **OPTIONS,
+        )  # fmt: skip
+
+
+@restore.register_fake
+def _(y_RH: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, out_TH: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("epoch_moe::combine_restore", mutates_args=("cache_MH", "out_TH"))
+def combine_restore(
+    pairs_PH: Tensor,
+    rank_RK: Tensor,
+    weights_RK: Tensor,
+    source_T: Tensor,
+    store_R: Tensor,
+    cache_MH: Tensor,
+    out_TH: Tensor,
+) -> None:
+    """`combine` and `restore` in one pass: no packed ``[R,H]`` is written in between, and the result is the same bits.
+
+    Arguments and errors as there.
+    """
+    _check_pairs(pairs_PH, rank_RK, weights_RK)
+    _check_restored(rank_RK.shape[0], pairs_PH, source_T, store_R, cache_MH, out_TH)
+    hidden = out_TH.shape[1]
+    block, warps = _tile(hidden)
+    if out_TH.numel():
+        restore_kernel[_grid(out_TH.shape[0], hidden, block)](
+            pairs_PH, rank_RK, weights_RK, source_T, store_R, cache_MH, out_TH, pairs_PH.stride(0), cache_MH.stride(0),
+            out_TH.stride(0), hidden, COMBINE=True, K=rank_RK.shape[1], BLOCK_H=block, num_warps=warps,
+            **OPTIONS,
+        )  # fmt: skip
+
+
+@combine_restore.register_fake
+def _(
+    pairs_PH: Tensor,
+    rank_RK: Tensor,
+    weights_RK: Tensor,
+    source_T: Tensor,
+    store_R: Tensor,
+    cache_MH: Tensor,
+    out_TH: Tensor,
+) -> None:
+    return None
+
+
+# Hidden size and K of the released models (LLaDA-MoE has those of LLaDA2.0-mini), and sizes that nothing divides.
+AOT_SHAPES = {"llada2-mini": (2048, 8), "llada2-flash": (4096, 8), "odd": (1111, 5)}
+# Sequences of 32 rows in the middle of a block: 16 live and 4 new rows go through the experts, 12 are reused.
+AOT_BATCHES, AOT_ROWS, AOT_FRESH, AOT_STORED = (1, 512), 32, 20, 4
+
+
+def aot_cases() -> list[AotCase]:
+    """Both kernels at the released models' shapes, for a small and a large batch."""
+    cases = []
+    for shape, (hidden, top_k) in AOT_SHAPES.items():
+        odd = frozenset({"pairs_stride", "y_stride", "cache_stride", "out_stride", "H"} if hidden % 16 else ())
+        block, warps = _tile(hidden)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            element, size = pointer(dtype), dtype.itemsize
+            for batch in AOT_BATCHES if dtype == torch.bfloat16 else AOT_BATCHES[:1]:
+                rows, fresh, stored = (batch * part for part in (AOT_ROWS, AOT_FRESH, AOT_STORED))
+                label = f"{shape} {str(dtype).removeprefix('torch.')} {rows} rows"
+                row_bytes = hidden * size
+                slots = {"rank_ptr": "*i32", "weights_ptr": "*fp32"}
+                # What a sum reads: its pairs, and rank and weight of each slot.
+                sums = fresh * top_k * (row_bytes + 8)
+                signature: dict[str, str] = {"pairs_ptr": element, **slots, "count_ptr": "*i32", "out_ptr": element}
+                signature |= {"pairs_stride": "i32", "H": "i32"}
+                cases.append(AotCase(
+                    "combine", label, combine_kernel, signature, {"HAS_COUNT": True, "K": top_k, "BLOCK_H": block},
+                    num_warps=warps, num_stages=3, bytes_moved=sums + fresh * row_bytes,
+                    flops=2 * fresh * top_k * hidden, not_divisible=odd & set(signature), wide_loads=not odd,
+                    options=OPTIONS,
+                ))  # fmt: skip
+                # Sources and entries, reused rows in, the dense shard out, entries out.
+                restored = rows * 8 + fresh * 8 + (rows - fresh + rows + stored) * row_bytes
+                signature = {"y_ptr": element, **slots, "source_ptr": "*i64", "store_ptr": "*i64"}
+                signature |= {"cache_ptr": element, "out_ptr": element}
+                signature |= {name: "i32" for name in ("y_stride", "cache_stride", "out_stride", "H")}
+                for kernel, combined, moved in (
+                    ("combine_restore", True, sums + restored),
+                    ("restore", False, fresh * row_bytes + restored),
+                ):
+                    cases.append(AotCase(
+                        kernel, label, restore_kernel, signature,
+                        {"COMBINE": combined, "K": top_k if combined else 1, "BLOCK_H": block},
+                        num_warps=warps, num_stages=3, bytes_moved=moved,
+                        flops=2 * fresh * top_k * hidden if combined else 0, not_divisible=odd & set(signature),
+                        wide_loads=not odd, options=OPTIONS,
+                    ))  # fmt: skip
+    return cases
