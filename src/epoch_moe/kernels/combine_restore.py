@@ -238,8 +238,8 @@ def combine_restore(
         with torch.cuda.device_of(out_TH):
             restore_kernel[_grid(out_TH.shape[0], hidden, block)](
                 pairs_PH, rank_RK, weights_RK, source_T, store_R, cache_MH, out_TH, pairs_PH.stride(0),
-                cache_MH.stride(0), out_TH.stride(0), hidden, COMBINE=True, K=rank_RK.shape[1], BLOCK_H=block, num_warps=warps,
-                **OPTIONS,
+                cache_MH.stride(0), out_TH.stride(0), hidden, COMBINE=True, K=rank_RK.shape[1], BLOCK_H=block,
+                num_warps=warps, **OPTIONS,
             )  # fmt: skip
 
 
