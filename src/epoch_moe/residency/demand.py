@@ -1,0 +1,207 @@
+"""`Demand`: what one MoE layer asks of its experts in one forward, and what kind of rows ask.
+
+Shape suffixes: B sequences, S rows per sequence in a forward (C lead rows, then N window rows), T = B x S, R rows that
+go through the routed experts, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.liveness import RowPlan
+
+
+class RowClass(IntEnum):
+    """What a row is in a forward, which tells when its routing matters again.
+
+    Attributes:
+        LIVE: its logits can still change a decision; it goes through the experts again in the next forward, unless the
+            decoder commits it.
+        NEW: it was just decoded, and its output is cached now; next time at the refresh.
+        STABLE: decoded before, computed because of a refresh; next time at the next refresh.
+        COMMIT: not seen again within the block: lead rows, and prefix rows that cannot change.
+        OTHER: it goes through the experts on every forward: rows of later blocks, and all rows where there is no plan.
+    """
+
+    LIVE = 0
+    NEW = 1
+    STABLE = 2
+    COMMIT = 3
+    OTHER = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """The (row, expert) pairs of one MoE layer in one forward, on the host.
+
+    Attributes:
+        layer: the layer's place among the MoE layers.
+        forward: a number that grows with every forward; gaps do not matter.
+        cold: the forward begins a block: what was known of rows is void.
+        ids_RK: int64, experts of each row; -1 = no expert (dropped, or another rank's).
+        weights_RK: fp32, their routing weights.
+        row_R: int64, flat row ``0..T-1`` of the forward; -1 where that is unknown (rows of other ranks).
+        class_R: int8, `RowClass`.
+        to_refresh: forwards until the next one that computes all rows: 1 = the next forward; None = never.
+        num_experts: E.
+        seq_len: S; None: as many rows as the forward has are one sequence.
+        lead: C, how many of each sequence's S rows are lead rows.
+    """
+
+    layer: int
+    forward: int
+    cold: bool
+    ids_RK: Tensor
+    weights_RK: Tensor
+    row_R: Tensor
+    class_R: Tensor
+    to_refresh: int | None
+    num_experts: int
+    seq_len: int | None = None
+    lead: int = 0
+
+    def __post_init__(self) -> None:
+        rows = self.ids_RK.shape[0]
+        if self.ids_RK.dim() != 2 or self.weights_RK.shape != self.ids_RK.shape:
+            raise ValueError(
+                f"ids_RK has shape {tuple(self.ids_RK.shape)} and weights_RK {tuple(self.weights_RK.shape)}: expected "
+                "both [rows, experts per row]"
+            )
+        if self.row_R.shape != (rows,) or self.class_R.shape != (rows,):
+            raise ValueError(
+                f"row_R has shape {tuple(self.row_R.shape)} and class_R {tuple(self.class_R.shape)}: expected [{rows}]"
+            )
+
+    @cached_property
+    def counts_E(self) -> Tensor:
+        """int64, rows of each expert."""
+        ids_P = self.ids_RK.reshape(-1)
+        return torch.bincount(ids_P[ids_P >= 0], minlength=self.num_experts)
+
+    @cached_property
+    def weight_E(self) -> Tensor:
+        """fp64, routing weight of each expert, summed over rows."""
+        ids_P, weights_P = self.ids_RK.reshape(-1), self.weights_RK.reshape(-1)
+        total_E = torch.zeros(self.num_experts, dtype=torch.float64)
+        return total_E.index_add_(0, ids_P[ids_P >= 0], weights_P[ids_P >= 0].double())
+
+    @cached_property
+    def experts(self) -> list[int]:
+        """Experts with at least one pair, ascending."""
+        found: list[int] = self.counts_E.nonzero().squeeze(1).tolist()
+        return found
+
+    @cached_property
+    def slot_R(self) -> Tensor:
+        """int64, each row's place in the windows of all sequences, the same in every forward of a block; -1 = none."""
+        if self.seq_len is None:
+            return self.row_R
+        sequence_R, position_R = self.row_R // self.seq_len, self.row_R % self.seq_len
+        slot_R = sequence_R * (self.seq_len - self.lead) + position_R - self.lead
+        return slot_R.masked_fill((self.row_R < 0) | (position_R < self.lead), -1)
+
+
+def classes_of(forward: ForwardPlan, rows: RowPlan) -> Tensor:
+    """``[R]`` int8 `RowClass` of the fresh rows of a forward under a plan, on the plan's device.
+
+    Args:
+        forward: the forward.
+        rows: what a layer does in it (`LayerStep.rows`): a layer that fell back has more fresh rows than the others.
+    """
+    states, lead = forward.states, forward.lead
+
+    def fresh(mask_BN: Tensor) -> Tensor:
+        mask_BS = torch.zeros_like(states.valid_BS)
+        mask_BS[:, lead:] = mask_BN
+        return mask_BS.view(-1)[rows.fresh_R]
+
+    # Later cases win. A decoded row of a block's first forward may have been decoded long ago (a prompt's last tokens).
+    class_R = torch.full_like(rows.fresh_R, RowClass.COMMIT, dtype=torch.int8)
+    kept_BN = torch.ones_like(states.live_BN) & ~states.constant_BN
+    class_R[fresh(kept_BN)] = RowClass.STABLE
+    if not forward.cold:
+        class_R[fresh(kept_BN & ~states.cached_BN)] = RowClass.NEW
+    class_R[fresh(states.awake_BN)] = RowClass.OTHER
+    class_R[fresh(states.live_BN)] = RowClass.LIVE
+    return class_R
+
+
+def forwards_to_refresh(forward: ForwardPlan) -> int | None:
+    """Forwards until the next refresh of a plan, see `Demand.to_refresh`."""
+    interval = forward.config.refresh_interval
+    return None if interval is None else interval - forward.number % interval
+
+
+def planned_demand(
+    forward: ForwardPlan,
+    rows: RowPlan,
+    layer: int,
+    number: int,
+    ids_RK: Tensor,
+    weights_RK: Tensor,
+    num_experts: int,
+    class_R: Tensor | None = None,
+) -> Demand:
+    """The demand of a layer under a plan.
+
+    Args:
+        forward, rows: as for `classes_of`.
+        layer, number: `Demand.layer`, `Demand.forward`.
+        ids_RK, weights_RK: routing of ``rows.fresh_R``.
+        num_experts: E.
+        class_R: `classes_of` on the host, where the caller keeps it for all layers of a forward.
+    """
+    return Demand(
+        layer=layer,
+        forward=number,
+        cold=forward.cold,
+        ids_RK=ids_RK.to("cpu", torch.int64),
+        weights_RK=weights_RK.to("cpu", torch.float32),
+        row_R=rows.fresh_R.cpu(),
+        class_R=classes_of(forward, rows).cpu() if class_R is None else class_R,
+        to_refresh=forwards_to_refresh(forward),
+        num_experts=num_experts,
+        seq_len=rows.seq_len,
+        lead=forward.lead,
+    )
+
+
+def dense_demand(
+    layer: int,
+    number: int,
+    ids_RK: Tensor,
+    weights_RK: Tensor,
+    num_experts: int,
+    row_R: Tensor | None = None,
+    seq_len: int | None = None,
+    cold: bool = False,
+) -> Demand:
+    """The demand of a layer without a plan: every row goes through the experts on every forward.
+
+    Args:
+        layer, number: `Demand.layer`, `Demand.forward`.
+        ids_RK, weights_RK: routing of the rows.
+        num_experts: E.
+        row_R: which rows these are; None: all, in order.
+        seq_len: S.
+        cold: the forward has other rows than the one before it.
+    """
+    rows = ids_RK.shape[0]
+    return Demand(
+        layer=layer,
+        forward=number,
+        cold=cold,
+        ids_RK=ids_RK.to("cpu", torch.int64),
+        weights_RK=weights_RK.to("cpu", torch.float32),
+        row_R=torch.arange(rows) if row_R is None else row_R.cpu(),
+        class_R=torch.full((rows,), RowClass.OTHER, dtype=torch.int8),
+        to_refresh=None,
+        num_experts=num_experts,
+        seq_len=seq_len,
+    )

@@ -1,0 +1,297 @@
+"""`Retention`: keep the experts that the next forwards will probably use, judged by rows and the decoder's confidence.
+
+The value of an expert is the chance that some row uses it in the next forwards. Per layer it comes from three sources:
+
+* **Rows.** What each row of the window was routed to lately, times the chance that it is routed there again. That
+  chance depends on what the row will be by then: a live row stays live, or is committed and becomes new, which changes
+  its experts; the decoder's confidence tells how likely that is. New and stable rows come back at the refresh, and are
+  discounted until then. Rows that are not seen again in the block count for nothing.
+* **Turnover.** The branches that rows are expected to change go to other experts, in proportion to how often rows of
+  that kind used each of them.
+* **History.** The share of recent forwards that used the expert: what is left when a block ends and all rows change.
+
+How often rows keep their branches is counted as the decode goes on, by what the row is now, by how many of its forwards
+ago it used the expert, and by the place of the branch in the row's order of routing weights: heavy branches last
+longer, and the count says by how much. The counts start from what was measured on released models.
+
+Shape suffixes: L layers, E experts, R rows of a demand, M rows of the window of all sequences, D remembered forwards of
+a row, K top-k, C row classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epoch_moe.residency.demand import Demand, RowClass
+from epoch_moe.residency.policies import run_length
+
+KEPT = {
+    RowClass.LIVE: 0.619,
+    RowClass.NEW: 0.279,
+    RowClass.STABLE: 0.664,
+    RowClass.COMMIT: 0.0,
+    RowClass.OTHER: 0.755,
+}
+"""Share of its branches that a row keeps from one forward to the next, before anything was counted: measured on
+LLaDA-MoE (a public audit); OTHER is its number for all rows together."""
+COMMITTED = 0.16
+"""Share of live rows that a forward commits, before anything was counted: 2.55 tokens per forward, as measured for
+blocks of 32 rows, of which half are live on average."""
+PRIOR_ROWS = 16.0
+"""How many counted rows the numbers above weigh as much as: about one forward's."""
+BINS = 10
+
+
+@dataclass
+class _Layer:
+    """What is remembered of one layer.
+
+    Attributes:
+        ids_MDK: int64, experts of each row in its last D forwards, the latest first, each expert once; -1 = none.
+        class_M: int64, `RowClass` of each row when it was seen last; -1 = not in this block.
+        kept_CDK, tried_CDK: branches used again, of all that could have been.
+        popular_CE: pairs of each expert from rows of each class, old ones fading.
+        used_E, forwards: forwards that used each expert and how many there were, old ones fading.
+        window: rows of the window per sequence.
+        to_refresh: of the last demand.
+    """
+
+    ids_MDK: Tensor
+    class_M: Tensor
+    kept_CDK: Tensor
+    tried_CDK: Tensor
+    popular_CE: Tensor
+    used_E: Tensor
+    forwards: float = 0.0
+    window: int = -1
+    to_refresh: int | None = None
+    value_E: Tensor | None = None
+
+
+class Retention:
+    """Retention by predicted reuse; see the top of this file.
+
+    Args:
+        num_layers, num_experts, slots: as for every policy.
+        depth: D, forwards of a row that are remembered.
+        discount: what a use is worth less for every forward that it lies farther ahead.
+        history: what the share of recent forwards that used an expert counts beside the rows.
+        memory: forwards after which a use has faded to 1/e.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        slots: int,
+        depth: int = 3,
+        discount: float = 0.7,
+        history: float = 0.5,
+        memory: float = 100.0,
+    ):
+        if depth < 1 or not 0.0 <= discount <= 1.0 or history < 0.0 or memory < 1.0:
+            raise ValueError(
+                f"depth={depth}, discount={discount}, history={history}, memory={memory}: expected depth >= 1, "
+                "discount in 0..1, history >= 0, memory >= 1"
+            )
+        self.num_layers, self.num_experts, self.slots = num_layers, num_experts, slots
+        self.depth, self.discount, self.history = depth, discount, history
+        self.fade = 1.0 - 1.0 / memory
+        self._layers: list[_Layer | None] = [None] * num_layers
+        self._commits = _CommitChance()
+        self._forward = -1
+        self._geometry: tuple[int | None, int] = (None, 0)
+
+    def observe(self, demand: Demand) -> None:
+        """See `Policy.observe`."""
+        if demand.forward != self._forward:
+            self._forward, self._geometry = demand.forward, (demand.seq_len, demand.lead)
+            self._commits.observe(demand)
+        state = self._layers[demand.layer] or self._new_layer(demand.ids_RK.shape[1])
+        self._layers[demand.layer] = state
+        window = -1 if demand.seq_len is None else demand.seq_len - demand.lead
+        if demand.cold or state.window != window:
+            state.ids_MDK.fill_(-1)
+            state.class_M.fill_(-1)
+        state.window, state.to_refresh = window, demand.to_refresh
+        state.used_E.mul_(self.fade).add_(demand.counts_E > 0)
+        state.forwards = state.forwards * self.fade + 1.0
+        self._count_pairs(state, demand)
+        self._remember(state, demand)
+        state.value_E = None
+
+    def _new_layer(self, top_k: int) -> _Layer:
+        classes = len(RowClass)
+        shape = (classes, self.depth, top_k)
+        kept_C = torch.tensor([KEPT[RowClass(number)] for number in range(classes)], dtype=torch.float64)
+        # Older branches: what the row has left once, it returns to about half as often.
+        lag_D = 0.5 ** torch.arange(self.depth, dtype=torch.float64)
+        lag_D[1:] *= 0.5
+        return _Layer(
+            ids_MDK=torch.empty(0, self.depth, top_k, dtype=torch.int64),
+            class_M=torch.empty(0, dtype=torch.int64),
+            kept_CDK=(PRIOR_ROWS * kept_C[:, None, None] * lag_D[:, None]).expand(shape).clone(),
+            tried_CDK=torch.full(shape, PRIOR_ROWS, dtype=torch.float64),
+            popular_CE=torch.full((classes, self.num_experts), 1.0 / self.num_experts, dtype=torch.float64),
+            used_E=torch.zeros(self.num_experts, dtype=torch.float64),
+        )
+
+    def _count_pairs(self, state: _Layer, demand: Demand) -> None:
+        classes_P = demand.class_R.long().unsqueeze(1).expand_as(demand.ids_RK).reshape(-1)
+        ids_P = demand.ids_RK.reshape(-1)
+        there = ids_P >= 0
+        state.popular_CE.mul_(self.fade)
+        ones_P = torch.ones(int(there.sum()), dtype=torch.float64)
+        state.popular_CE.view(-1).index_add_(0, (classes_P * self.num_experts + ids_P)[there], ones_P)
+
+    def _remember(self, state: _Layer, demand: Demand) -> None:
+        """Count which remembered branches the rows used again, and remember this forward's."""
+        slot_R, class_R = demand.slot_R, demand.class_R.long()
+        rows = ((slot_R >= 0) & (class_R != RowClass.COMMIT)).nonzero().squeeze(1)
+        if not rows.numel():
+            return
+        slot_R, class_R = slot_R[rows], class_R[rows]
+        order_RK = demand.weights_RK[rows].argsort(dim=1, descending=True, stable=True)
+        ids_RK = demand.ids_RK[rows].gather(1, order_RK)
+        grow = int(slot_R.max()) + 1 - state.class_M.numel()
+        if grow > 0:
+            state.ids_MDK = torch.cat([state.ids_MDK, state.ids_MDK.new_full((grow, *state.ids_MDK.shape[1:]), -1)])
+            state.class_M = torch.cat([state.class_M, state.class_M.new_full((grow,), -1)])
+        old_RDK = state.ids_MDK[slot_R]
+        again_RDK = (old_RDK.unsqueeze(-1) == ids_RK[:, None, None, :]).any(-1) & (old_RDK >= 0)
+        state.kept_CDK.index_add_(0, class_R, again_RDK.double())
+        state.tried_CDK.index_add_(0, class_R, (old_RDK >= 0).double())
+        left_RDK = old_RDK.masked_fill(again_RDK, -1)
+        state.ids_MDK[slot_R] = torch.cat([ids_RK.unsqueeze(1), left_RDK[:, :-1]], dim=1)
+        state.class_M[slot_R] = class_R
+
+    def value_E(self, layer: int) -> Tensor:
+        """The chance of a use, see the top of this file; a discounted sum, so not below 1 as a chance would be."""
+        state = self._layers[layer]
+        if state is None:
+            return torch.zeros(self.num_experts, dtype=torch.float64)
+        if state.value_E is None:
+            share_E = state.used_E / max(state.forwards, 1.0)
+            state.value_E = 1.0 - torch.exp(-self._uses_E(state)) + self.history * share_E
+        return state.value_E
+
+    def _uses_E(self, state: _Layer) -> Tensor:
+        """Expected pairs of each expert in the next forward, those of later refreshes discounted."""
+        class_M = state.class_M
+        due_MC = torch.zeros(class_M.numel(), len(RowClass), dtype=torch.float64)
+        commit_M = self._commits.chance(class_M.numel())
+        live_M = class_M == RowClass.LIVE
+        due_MC[:, RowClass.LIVE] = live_M * (1.0 - commit_M)
+        due_MC[:, RowClass.NEW] = live_M * commit_M
+        if state.to_refresh is not None:
+            decoded_M = (class_M == RowClass.NEW) | (class_M == RowClass.STABLE)
+            due_MC[:, RowClass.STABLE] = decoded_M * self.discount ** (state.to_refresh - 1)
+        due_MC[:, RowClass.OTHER] = class_M == RowClass.OTHER
+        chance_CDK = state.kept_CDK / state.tried_CDK
+        chance_MDK = torch.einsum("mc,cdk->mdk", due_MC, chance_CDK)
+        there = state.ids_MDK >= 0
+        uses_E = torch.zeros(self.num_experts, dtype=torch.float64)
+        uses_E.index_add_(0, state.ids_MDK[there], chance_MDK[there])
+        # All branches of the rows that are due, less those that were just counted.
+        branches_C = due_MC.sum(dim=0) * chance_CDK.shape[2]
+        kept_C = torch.einsum("mc,mdk,cdk->c", due_MC, there.double(), chance_CDK)
+        changed_C = (branches_C - kept_C).clamp_min(0.0)
+        popular_CE = state.popular_CE / state.popular_CE.sum(dim=1, keepdim=True)
+        return uses_E + changed_C @ popular_CE
+
+    def admit(self, layer: int, expert: int, victim: int | None) -> bool:
+        """The more valuable of the two stays."""
+        if victim is None:
+            return True
+        value_E = self.value_E(layer)
+        return bool(value_E[expert] > value_E[victim])
+
+    def reuse(self, layer: int, expert: int) -> float:
+        """Forwards in a row that use the expert, if each does so with the chance of the next."""
+        state = self._layers[layer]
+        if state is None:
+            return 0.0
+        share = float(state.used_E[expert]) / max(state.forwards, 1.0)
+        chance = float(self.value_E(layer)[expert]) - self.history * share
+        return run_length(chance)
+
+    def placement(self, layer: int) -> Sequence[int] | None:
+        """Moves follow misses."""
+        return None
+
+    def end_forward(self, confidence_T: Tensor | None = None, live_T: Tensor | None = None) -> None:
+        """See `Policy.end_forward`. Without confidences live rows are committed at the rate seen so far."""
+        seq_len, lead = self._geometry
+        if confidence_T is None:
+            self._commits.confidences(None)
+            return
+        confidence_T = confidence_T.detach().to("cpu", torch.float32).reshape(-1)
+        if live_T is not None:
+            # A committed row's confidence says nothing about its future.
+            confidence_T = confidence_T.masked_fill(~live_T.cpu().reshape(-1), float("nan"))
+        if seq_len is not None:
+            if confidence_T.numel() % seq_len:
+                raise ValueError(
+                    f"confidence_T has {confidence_T.numel()} rows: expected whole sequences of {seq_len}, as in the "
+                    "forward that has just ended"
+                )
+            confidence_T = confidence_T.view(-1, seq_len)[:, lead:].reshape(-1)
+        self._commits.confidences(confidence_T)
+
+
+class _CommitChance:
+    """How likely a live row is to be committed after this forward, by the confidence that the last one gave it.
+
+    Counted in `BINS` bins of confidence, and one for rows whose confidence is not known. The decoder's threshold need
+    not be known: rows above it are never seen live again, and the bins below it show what happens there.
+    """
+
+    def __init__(self) -> None:
+        self.committed = torch.full((BINS + 1,), PRIOR_ROWS * COMMITTED, dtype=torch.float64)
+        self.seen = torch.full((BINS + 1,), PRIOR_ROWS, dtype=torch.float64)
+        self._known: Tensor | None = None  # bin of each row by its latest confidence
+        self._before: Tensor | None = None  # what `_known` was when the latest forward began
+        self._live: Tensor | None = None  # rows that were live in the latest forward
+
+    def observe(self, demand: Demand) -> None:
+        """The first layer of a forward tells what became of the rows that were live in the one before."""
+        slot_R, class_R = demand.slot_R, demand.class_R
+        there = slot_R >= 0
+        slot_R, class_R = slot_R[there], class_R[there]
+        if demand.cold:
+            self._known = self._before = self._live = None
+        elif self._live is not None and self._before is not None:
+            known = slot_R < self._live.numel()
+            slot_R, class_R = slot_R[known], class_R[known]
+            fate = self._live[slot_R] & ((class_R == RowClass.LIVE) | (class_R == RowClass.NEW))
+            bins_R = _fit(self._before, self._live.numel())[slot_R[fate]]
+            self.seen.index_add_(0, bins_R, torch.ones(bins_R.numel(), dtype=torch.float64))
+            self.committed.index_add_(0, bins_R, (class_R[fate] == RowClass.NEW).double())
+        rows = int(demand.slot_R.max()) + 1 if demand.slot_R.numel() else 0
+        self._live = torch.zeros(max(rows, 0), dtype=torch.bool)
+        self._live[demand.slot_R[there]] = demand.class_R[there] == RowClass.LIVE
+        self._before = torch.empty(0, dtype=torch.int64) if self._known is None else self._known
+
+    def confidences(self, confidence_M: Tensor | None) -> None:
+        """What the forward that has just ended gave the rows of the window."""
+        if confidence_M is None:
+            self._known = None
+            return
+        bins_M = (confidence_M.nan_to_num(0.0) * BINS).long().clamp_(0, BINS - 1)
+        self._known = bins_M.masked_fill(confidence_M.isnan(), BINS)
+
+    def chance(self, rows: int) -> Tensor:
+        """fp64 ``[rows]``, for each row of the window."""
+        known = torch.empty(0, dtype=torch.int64) if self._known is None else self._known
+        return (self.committed / self.seen)[_fit(known, rows)]
+
+
+def _fit(bins: Tensor, rows: int) -> Tensor:
+    """As many bins as rows; what is missing is not known."""
+    if bins.numel() >= rows:
+        return bins[:rows]
+    return torch.cat([bins, bins.new_full((rows - bins.numel(),), BINS)])

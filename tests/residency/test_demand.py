@@ -1,0 +1,94 @@
+"""Demands: sums over pairs, and the classes of a plan's rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from demands import demand_of
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.block_plan import BlockPlan
+from epoch_moe.plan.counters import Counters
+from epoch_moe.residency.demand import RowClass, classes_of, dense_demand, planned_demand
+
+L, N, S, C, O = RowClass.LIVE, RowClass.NEW, RowClass.STABLE, RowClass.COMMIT, RowClass.OTHER  # noqa: E741
+MASK = 0
+
+
+def test_sums_are_those_of_a_loop() -> None:
+    ids = torch.randint(-1, 5, (9, 3), generator=torch.Generator().manual_seed(3))
+    weights = torch.rand(9, 3)
+    demand = demand_of(ids, 0, 6, weights_RK=weights)
+    for expert in range(6):
+        assert int(demand.counts_E[expert]) == sum(i == expert for i in ids.flatten().tolist())
+        mine = [w for i, w in zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True) if i == expert]
+        assert float(demand.weight_E[expert]) == pytest.approx(sum(mine))
+    assert demand.experts == sorted({i for i in ids.flatten().tolist() if i >= 0})
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights_RK \(2, 1\): expected both"):
+        demand_of([[0, 1], [2, 3]], 0, 4, weights_RK=torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"row_R has shape \(1,\).*expected \[2\]"):
+        demand_of([[0], [1]], 0, 4, row_R=torch.zeros(1, dtype=torch.int64))
+
+
+def classes(forwards: list[list[int]], lead: int = 0, config: EpochConfig | None = None, **block: int) -> list:
+    """Classes of the fresh rows of forwards of one sequence, with the rows they are of and the way to the refresh."""
+    plan = BlockPlan(
+        config or EpochConfig.exact(),
+        2,
+        **({"batch": 1, "window": len(forwards[-1]), "prefix": 0, "prefix_constant": True} | block),
+        counters=Counters(2, [1, 1]),
+    )
+    seen = []
+    for number, ids in enumerate(forwards):
+        forward = plan.next_forward(
+            torch.tensor([ids]),
+            mask_id=MASK,
+            valid_BS=None,
+            lead=lead if number == 0 else 0,
+            live_BN=None,
+            changed_BN=None,
+        )
+        rows = forward.rows
+        ids_RK = torch.arange(rows.num_fresh).unsqueeze(1)
+        demand = planned_demand(forward, rows, 1, 7, ids_RK, torch.ones(ids_RK.shape), 100)
+        assert (demand.layer, demand.forward, demand.cold) == (1, 7, number == 0)
+        assert demand.class_R.tolist() == classes_of(forward, rows).tolist()
+        seen.append((demand.row_R.tolist(), demand.class_R.tolist(), demand.to_refresh, demand.slot_R.tolist()))
+        plan.complete(forward)
+    return seen
+
+
+def test_rows_of_a_block_go_from_live_to_new_to_stable() -> None:
+    seen = classes([[9, 9, 5, MASK, MASK], [5, 3, MASK], [5, 3, 4], [5, 3, 4]], lead=2)
+    assert seen[0] == ([0, 1, 2, 3, 4], [C, C, S, L, L], 1, [-1, -1, 0, 1, 2])
+    assert seen[1] == ([0, 1, 2], [S, N, L], 1, [0, 1, 2])
+    assert seen[2][1] == [S, S, N]
+    assert seen[3][1] == [S, S, S]
+
+
+def test_reused_rows_make_no_demand_until_the_refresh() -> None:
+    config = EpochConfig(coverage=None, refresh_interval=3)
+    seen = classes([[5, MASK], [5, MASK], [5, 6], [5, 6]], config=config)
+    assert [(rows, row, left) for rows, row, left, _ in seen] == [
+        ([0, 1], [S, L], 3),
+        ([1], [L], 2),
+        ([1], [N], 1),
+        ([0, 1], [S, S], 3),
+    ]
+    never = classes([[5, MASK], [5, MASK]], config=EpochConfig(refresh_interval=None))
+    assert never[1][2] is None
+
+
+def test_prefix_and_future_rows() -> None:
+    constant = classes([[7, MASK, MASK]] * 2, prefix=1, future=1)
+    assert constant[0][1] == [C, L, O] and constant[1][:2] == ([1, 2], [L, O])
+    drifting = classes([[7, MASK, MASK]] * 2, prefix=1, future=1, prefix_constant=False)
+    assert drifting[0][1] == drifting[1][1] == [S, L, O]
+
+
+def test_dense_rows_come_back_every_time() -> None:
+    demand = dense_demand(0, 3, torch.tensor([[1], [2]]), torch.ones(2, 1), 4, row_R=torch.tensor([0, 5]), seq_len=4)
+    assert demand.class_R.tolist() == [O, O] and demand.slot_R.tolist() == [0, 5] and demand.to_refresh is None
