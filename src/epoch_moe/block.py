@@ -22,7 +22,8 @@ from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
-from epoch_moe.plan.context import DenseForward, PlanSlot
+from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.routing import (
     RouterSpec,
@@ -153,6 +154,7 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
+        self._trace(forward, step.rows, routing)
         assert step.state.cache_MH is not None
         shard = DenseShard(step.rows, step.state.cache_MH)
         return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
@@ -197,10 +199,19 @@ class EpochMoEBlock(nn.Module):
         )
         rows_R = forward.rows_of(x_BSH) if isinstance(forward, DenseForward) else None
         if rows_R is None:
+            self._trace(forward, None, routing)
             return self._experts(x_TH, routing, forward, shared), router
         valid = Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R])
+        self._trace(forward, rows_R, valid)
         y_RH = self._experts(x_TH[rows_R], valid, forward, shared)
         return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
+
+    def _trace(
+        self, forward: ForwardPlan | DenseForward | None, rows: RowPlan | Tensor | None, routing: Routing
+    ) -> None:
+        """Tell who listens where the layer's rows go."""
+        if self.slot.tracer is not None:
+            self.slot.tracer.add_layer(self.index, forward, rows, routing.ids_TK, routing.weights_TK)
 
     def _gate(self) -> tuple[Tensor, Tensor | None]:
         """Router weight ``[E,H]`` and expert bias ``[E]``."""

@@ -24,8 +24,8 @@ from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, checksum
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
-from epoch_moe.plan.context import PlanSlot
 from epoch_moe.plan.inferred import InferredPlans
+from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.plan.transitions import Hints
 from epoch_moe.tables import Cell, Table
 

@@ -26,8 +26,9 @@ from epoch_moe.functional import (
     route_rows,
     router_logits,
 )
-from epoch_moe.plan.context import BlockPlanContext, PlanSlot
+from epoch_moe.plan.context import BlockPlanContext
 from epoch_moe.plan.liveness import NO_TOKEN
+from epoch_moe.plan.slot import PlanSlot
 
 H, F_INNER, E, K, W = 16, 8, 16, 3, 6
 MASK = 9

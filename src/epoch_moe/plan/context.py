@@ -8,11 +8,8 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,87 +20,9 @@ from epoch_moe.freshlane.expert_parallel import ExpertParallel, Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import ExpertRecorder
+from epoch_moe.plan.slot import DenseForward, PlanSlot
 
 LmHeadRows = Literal["live", "block"]
-
-
-class DenseForward:
-    """A forward without a plan whose work is counted.
-
-    Attributes:
-        counters: where.
-        valid_BS: bool, False for rows that do not exist; None = all True.
-        valid_R: int64, the rows that exist, where some do not (padding, finished sequences): as under a plan, no
-            expert computes the others. None = all.
-        num_rows: valid rows.
-    """
-
-    def __init__(self, counters: Counters, shape: torch.Size, valid_BS: Tensor | None):
-        self.counters = counters
-        self.wants_router = False
-        self.shape = shape
-        self.valid_BS = valid_BS
-        self.valid_R = None if valid_BS is None else valid_BS.reshape(-1).nonzero().squeeze(1)
-        self.num_rows = shape.numel() if self.valid_R is None else self.valid_R.numel()
-
-    def rows_of(self, x_BSH: Tensor) -> Tensor | None:
-        """`valid_R` where it fits a layer's input, else None."""
-        return self.valid_R if x_BSH.shape[:2] == self.shape else None
-
-    def valid_of(self, x_BSH: Tensor) -> Tensor | None:
-        """`valid_BS` where it fits a layer's input, else None."""
-        return self.valid_BS if x_BSH.shape[:2] == self.shape else None
-
-
-class PlanSlot:
-    """Where the MoE blocks of one patched model find the forward under way: one value per thread.
-
-    Copies and pickles come out empty: a forward under way belongs to the thread that runs it.
-    """
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    @property
-    def active(self) -> ForwardPlan | DenseForward | None:
-        """This thread's forward, or None outside of one."""
-        frame = getattr(self._local, "frame", None)
-        if frame is not None and not _on_stack(frame):
-            self._local.active = self._local.frame = None
-        return getattr(self._local, "active", None)
-
-    def bind(self, frame: FrameType) -> None:
-        """End the active forward with the call ``frame``, whatever way it ends.
-
-        For forwards that hooks open: behind a KeyboardInterrupt the hook that would close them does not run.
-        """
-        self._local.frame = frame
-
-    @contextmanager
-    def activate(self, forward: ForwardPlan | DenseForward) -> Iterator[None]:
-        """Make ``forward`` this thread's forward; refuses to nest."""
-        if self.active is not None:
-            raise RuntimeError("a forward is already under way on this model in this thread: plans do not nest")
-        self._local.active = forward
-        try:
-            yield
-        finally:
-            if getattr(self._local, "active", None) is forward:
-                self._local.active = self._local.frame = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
-        return PlanSlot()
-
-    def __reduce__(self) -> tuple[type[PlanSlot], tuple[()]]:
-        return PlanSlot, ()
-
-
-def _on_stack(frame: FrameType) -> bool:
-    """Whether a call of this thread is still running."""
-    current: FrameType | None = sys._getframe(1)
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
 
 
 class Patched(Protocol):
@@ -167,6 +86,7 @@ class BlockPlanContext:
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
         self._plan: BlockPlan | None = None
         self._open = False
+        self._latest: ForwardPlan | DenseForward | None = None
 
     def begin_block(
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
@@ -201,7 +121,7 @@ class BlockPlanContext:
         if self._plan is not None and self._plan.forwards and self._begins_together:
             assert self._patched.ep is not None
             self._patched.ep.idle_plan = self._plan
-        self._plan = None
+        self._plan = self._latest = None
         self._open = False
 
     @contextmanager
@@ -266,6 +186,7 @@ class BlockPlanContext:
         except BaseException:
             self.end_block()
             raise
+        self._latest = forward
         self.counters.add_forward(valid_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
@@ -406,7 +327,9 @@ class BlockPlanContext:
                 )
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """Tell the plan what the decoder thought of each row (nothing uses it yet on this path)."""
+        """Tell who listens what the decoder thought of each row of the forward that has just ended."""
+        if self._patched.slot.tracer is not None and self._latest is not None:
+            self._patched.slot.tracer.end_iteration(self._latest, confidence_BS)
 
     def count_lm_head(self, rows: int) -> None:
         """Count rows that went through the LM head."""
