@@ -1,0 +1,322 @@
+"""ATLAS on the device: `epoch_moe.plan.atlas.compile_support` without a host loop.
+
+Shape suffixes: G supports, W voting rows per support, E experts, K top-k, C candidates per row, NG expert groups,
+GS experts of a group, R rows of a chunk.
+
+Three launches, whatever the supports come to:
+
+1. `rows_kernel`, one program per row: natural top-k, candidates sorted by weight, target. The rows' best experts are
+   marked (for coverage 1.0 their whole top-k, and that is all there is to do).
+2. `support_kernel`, one program per support: experts by total weight until the aggregate target is met, then the
+   filling of single rows. Programs do not talk to each other, so nothing has to be resident at the same time.
+3. `feasible_kernel`, one program per row: a row that finds fewer than K experts brings its natural ones.
+
+Marks are bytes that any number of programs set to 1, so their order does not matter; sums run in a fixed order. Ties go
+to the lowest id everywhere. ``torch.topk`` in the reference promises no order among equal selection scores.
+
+Cost: for ``support_scope="sequence"`` (W = 32..64) a round of the filling reads W rows of C candidates and of E
+weights, which fit into the caches of one SM, and the programs of many supports fill the device. For ``"batch"`` one
+program, on one SM, does the second step for all rows: at W = 512 x 32 and E = 256 it reads 16 MB for the totals,
+9 x 4 MB for the bisection and up to 20 MB in each round of the filling. (If one SM draws 0.1 TB/s from L2, an
+assumption and not a measurement, that is half a millisecond before the filling and up to 0.2 ms per round.) Each round
+adds an expert, so there are fewer of them the more experts the rows' best ones already hold. Chunks without a row that
+lacks weight are skipped. Scratch memory is about that of one of the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from epoch_moe.kernels.atlas_steps import feasible_kernel, rows_kernel, support_kernel
+from epoch_moe.kernels.launch import AotCase, supports_triton
+from epoch_moe.routing import RouterSpec
+
+
+def _config(width: int) -> dict[str, int]:
+    """Rows of a chunk and warps of `support_kernel`: small chunks where supports are many and their rows few."""
+    return {"ROWS": 16, "num_warps": 4} if width <= 64 else {"ROWS": 64, "num_warps": 8}
+
+
+def _router_constexprs(
+    num_experts: int, top_k: int, n_group: int, topk_group: int, has_only: bool
+) -> dict[str, object]:
+    return {
+        "E": num_experts,
+        "K": top_k,
+        "NG": n_group,
+        "TOPK_GROUP": topk_group,
+        "NG_P": triton.next_power_of_2(n_group),
+        "GS_P": triton.next_power_of_2(num_experts // n_group),
+        "HAS_ONLY": has_only,
+    }
+
+
+def _support_constexprs(num_experts: int, top_k: int, candidates: int, width: int, has_only: bool) -> dict[str, object]:
+    return {
+        "E": num_experts,
+        "K": top_k,
+        "C": candidates,
+        "E_P": triton.next_power_of_2(num_experts),
+        "C_P": triton.next_power_of_2(candidates),
+        "ROWS": _config(width)["ROWS"],
+        "STEPS": num_experts.bit_length(),
+        "HAS_ONLY": has_only,
+    }
+
+
+def _row_warps(num_experts: int, candidates: int) -> int:
+    """One warp for up to 256 experts and 32 candidates (whose order is found by comparing all with all)."""
+    work = max(triton.next_power_of_2(num_experts) // 256, triton.next_power_of_2(candidates) ** 2 // 1024)
+    return max(1, min(8, int(work)))
+
+
+@torch.library.custom_op("epoch_moe::compile_support", mutates_args=())
+def _compile(
+    selection_GWE: Tensor,
+    combine_GWE: Tensor,
+    vote_GW: Tensor,
+    only_G: Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    coverage: float,
+    candidates: int,
+) -> Tensor:
+    supports, width, num_experts = selection_GWE.shape
+    device = selection_GWE.device
+    everything_G1 = ~vote_GW.any(dim=1, keepdim=True)
+    selection, combine = selection_GWE.contiguous(), combine_GWE.contiguous()
+    vote = vote_GW.contiguous().view(torch.uint8)
+    only = vote if only_G is None else only_G.contiguous().view(torch.uint8)
+    marks, out = torch.zeros(2, supports, num_experts, dtype=torch.uint8, device=device)
+    union = coverage >= 1.0
+    rows = 0 if union else supports * width
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    natural, ids = scratch(rows, top_k), scratch(rows, candidates)
+    weights, dense = scratch(rows, candidates, dtype=torch.float32), scratch(rows, num_experts, dtype=torch.float32)
+    target = scratch(rows, dtype=torch.float32)
+    if supports * width:
+        router = _router_constexprs(num_experts, top_k, n_group, topk_group, only_G is not None)
+        rows_kernel[(supports * width,)](
+            selection,
+            combine,
+            vote,
+            only,
+            marks,
+            natural,
+            ids,
+            weights,
+            dense,
+            target,
+            width,
+            coverage,
+            C=candidates,
+            C_P=triton.next_power_of_2(candidates),
+            UNION=union,
+            **router,
+            num_warps=_row_warps(num_experts, candidates),
+            num_stages=1,
+        )
+        if not union:
+            rank = scratch(supports, num_experts)
+            member = scratch(supports, num_experts, dtype=torch.uint8)
+            support_kernel[(supports,)](
+                marks,
+                only,
+                ids,
+                weights,
+                dense,
+                target,
+                rank,
+                member,
+                out,
+                width,
+                **_support_constexprs(num_experts, top_k, candidates, width, only_G is not None),
+                num_warps=_config(width)["num_warps"],
+                num_stages=1,
+            )
+            feasible_kernel[(supports * width,)](
+                selection,
+                vote,
+                only,
+                natural,
+                member,
+                out,
+                width,
+                K_P=triton.next_power_of_2(top_k),
+                **router,
+                num_warps=_row_warps(num_experts, 1),
+                num_stages=1,
+            )
+    support_GE: Tensor = (marks if union else out).view(torch.bool) | everything_G1
+    return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
+
+
+@_compile.register_fake
+def _compile_fake(
+    selection_GWE: Tensor,
+    combine_GWE: Tensor,
+    vote_GW: Tensor,
+    only_G: Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    coverage: float,
+    candidates: int,
+) -> Tensor:
+    return selection_GWE.new_empty(selection_GWE.shape[0], selection_GWE.shape[2], dtype=torch.bool)
+
+
+def compile_support_device(
+    selection_GWE: Tensor,
+    combine_GWE: Tensor,
+    vote_GW: Tensor,
+    spec: RouterSpec,
+    coverage: float,
+    candidate_factor: int,
+    only_G: Tensor | None = None,
+) -> Tensor:
+    """`epoch_moe.plan.atlas.compile_support` (without placement) on the device: bool ``[G,E]``.
+
+    Args:
+        selection_GWE: fp32 selection scores of the voting rows.
+        combine_GWE: fp32 combine scores.
+        vote_GW: bool, False for rows that do not vote; what their scores hold does not matter. A support without a
+            voter holds all experts.
+        spec: the router.
+        coverage: share of each row's natural weight that its best K candidates inside the support must reach; 1.0 gives
+            the union of the rows' natural top-k.
+        candidate_factor: a row's candidates are its best ``candidate_factor * K`` experts by selection score.
+        only_G: bool, supports to compile; the others come out empty and cost next to nothing. None: all.
+
+    The set is the reference's, except where that one is open too: sums run in another order than torch's, so two
+    experts whose total weights or gains agree to the last bits of fp32, or a row whose coverage equals its target to
+    these, can be decided otherwise. Where sums are equal exactly the lowest id is taken, in both.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit, or a device without Triton.
+    """
+    fits, reason = supports_triton(selection_GWE.device)
+    if not fits:
+        raise ValueError(f"the atlas kernels cannot run here: {reason}")
+    if selection_GWE.dim() != 3 or selection_GWE.shape[2] != spec.num_experts:
+        raise ValueError(
+            f"selection_GWE has shape {tuple(selection_GWE.shape)}: expected [G,W,{spec.num_experts}], "
+            "one score per expert"
+        )
+    supports, width, _ = selection_GWE.shape
+    for name, tensor, shape, dtype in (
+        ("selection_GWE", selection_GWE, selection_GWE.shape, torch.float32),
+        ("combine_GWE", combine_GWE, selection_GWE.shape, torch.float32),
+        ("vote_GW", vote_GW, (supports, width), torch.bool),
+        ("only_G", only_G, (supports,), torch.bool),
+    ):
+        if tensor is not None and (tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}")
+    if candidate_factor < 1:
+        raise ValueError(f"candidate_factor={candidate_factor} must be at least 1")
+    grouped = spec.kind == "sigmoid_group"
+    usable = spec.topk_group * spec.group_size if grouped else spec.num_experts
+    limited = grouped and spec.topk_group < spec.n_group
+    support_GE: Tensor = _compile(
+        selection_GWE,
+        combine_GWE,
+        vote_GW,
+        only_G,
+        spec.top_k,
+        spec.n_group if limited else 1,
+        spec.topk_group if limited else 1,
+        float(coverage),
+        spec.top_k if coverage >= 1.0 else min(candidate_factor * spec.top_k, usable),
+    )
+    return support_GE
+
+
+def aot_cases() -> list[AotCase]:
+    """The released models' routers: 64 sequences of one block of 32 rows each; the second step for one batch, too.
+
+    What must be moved is counted once: the two inputs of the rows, what one step leaves for the next, the supports.
+    A round of the filling reads its rows again; that is not in it, as it depends on the data how many there are.
+    """
+    flags = {"selection": "*fp32", "vote": "*u8", "only": "*u8"}
+    inputs = flags | {"combine": "*fp32", "marks": "*u8"}
+    between = {"ids": "*i32", "weights": "*fp32", "dense": "*fp32", "target": "*fp32"}
+    natural, outs = {"natural": "*i32"}, {"member": "*u8", "out": "*u8", "width": "i32"}
+    rows_signature = inputs | natural | between | {"width": "i32", "coverage": "fp32"}
+    support_signature = {"marks": "*u8", "only": "*u8", "rank": "*i32"} | between | outs
+    supports, width, top_k = 64, 32, 8
+    rows, candidates = supports * width, 4 * top_k
+    cases = []
+    for model, num_experts, n_group, topk_group in (
+        ("llada2 E256 K8 groups 4 of 8", 256, 8, 4),
+        ("llada-moe E64 K8", 64, 1, 1),
+    ):
+        router = _router_constexprs(num_experts, top_k, n_group, topk_group, True)
+        left = rows * (8 * candidates + 4 * num_experts + 4)  # ids, weights, dense, target
+        held = supports * num_experts
+
+        def case(
+            kernel: str,
+            function: object,
+            signature: dict[str, str],
+            constexprs: dict[str, object],
+            num_warps: int,
+            bytes_moved: int,
+            wide_loads: bool = num_experts == 256,
+            shape: str = f"{model}, {supports} x {width} rows",
+        ) -> AotCase:
+            return AotCase(
+                kernel, shape, function, signature, constexprs, num_warps, 1, bytes_moved, wide_loads=wide_loads
+            )
+
+        cases += [
+            case(
+                "atlas_rows",
+                rows_kernel,
+                rows_signature,
+                router | {"C": candidates, "C_P": triton.next_power_of_2(candidates), "UNION": False},
+                _row_warps(num_experts, candidates),
+                rows * (8 * num_experts + 1 + 4 * top_k) + left,
+            ),
+            case(
+                "atlas_union",
+                rows_kernel,
+                rows_signature,
+                router | {"C": top_k, "C_P": triton.next_power_of_2(top_k), "UNION": True},
+                _row_warps(num_experts, top_k),
+                rows * (4 * num_experts + 1) + held,
+            ),
+            case(
+                "atlas_support",
+                support_kernel,
+                support_signature,
+                _support_constexprs(num_experts, top_k, candidates, width, True),
+                _config(width)["num_warps"],
+                left + 3 * held,
+                True,
+            ),
+            case(
+                "atlas_support",
+                support_kernel,
+                support_signature,
+                _support_constexprs(num_experts, top_k, candidates, rows, True),
+                _config(rows)["num_warps"],
+                left + 3 * num_experts,
+                True,
+                f"{model}, 1 x {rows} rows",
+            ),
+            case(
+                "atlas_feasible",
+                feasible_kernel,
+                flags | natural | outs,
+                router | {"K_P": triton.next_power_of_2(top_k)},
+                _row_warps(num_experts, 1),
+                rows * ((4 * num_experts if n_group > 1 else 0) + 1) + held,
+            ),
+        ]
+    return cases
