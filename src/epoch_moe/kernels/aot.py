@@ -159,7 +159,7 @@ def compile_elsewhere(module: str, arch: int, match: str = "", timeout: float = 
     Args:
         module: name of the file in ``epoch_moe.kernels``.
         arch: compute capability.
-        match: only cases whose name contains this.
+        match: only cases whose name contains this (and that are for ``arch``).
         timeout: seconds.
 
     Returns:
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     args = parser.parse_args()
     for case in aot_cases(args.module):
-        if args.match in case.name:
+        if args.match in case.name and args.arch in case.archs:
             facts = aot_compile(case, args.arch).summary()
             promised = {"tensor_cores_expected": case.tensor_cores, "wide_loads_expected": case.wide_loads}
             print(json.dumps({"name": case.name, **promised, **facts}), flush=True)

@@ -83,6 +83,7 @@ class AotCase:
             be, as a launch specialises them: allocations are, and so are the sizes of the released models.
         tensor_cores: whether the SASS must hold tensor-core instructions.
         wide_loads: whether it must hold 16-byte global loads.
+        archs: compute capabilities that it is for; a configuration may need what others lack.
         options: further compiler options that the launch gives, ``{"enable_fp_fusion": False}`` say.
     """
 
@@ -98,6 +99,7 @@ class AotCase:
     not_divisible: frozenset[str] = field(default_factory=frozenset)
     tensor_cores: bool = False
     wide_loads: bool = False
+    archs: tuple[int, ...] = (80, 90)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,467 @@
+"""Experts over the pairs of a worklist: two grouped products, SiLU and the product with ``up`` in between.
+
+Shape suffixes: T rows, R packed rows, K top-k, P pairs (sorted by expert), E experts, H hidden, F expert inner size,
+N tiles; in the kernels M rows of a tile, N output columns, K depth.
+
+Rows are gathered while they are read: there is no ``[P,H]`` input copy. Each program takes one tile of rows of one
+expert and one block of columns, and runs through the depth in fixed order, so results do not depend on what else is in
+the batch. Tiles that the schedule does not use exit before they read anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epoch_moe.kernels.launch import AotCase, pointer
+from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_config
+from epoch_moe.kernels.worklist_reference import DeviceWorklist, max_tiles
+
+
+@triton.jit
+def _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M: tl.constexpr):
+    """Of this program: expert (-1: none), block of columns, first sorted position, positions."""
+    program = tl.program_id(0)
+    group = program // (GROUP_M * columns)
+    within = program % (GROUP_M * columns)
+    tile = group * GROUP_M + within % GROUP_M
+    there = tile < most_tiles
+    expert = tl.load(tile_expert_ptr + tile, mask=there, other=-1)
+    first = tl.load(tile_row_ptr + tile, mask=there, other=0)
+    end = tl.load(offsets_ptr + expert + 1)
+    return expert, within // GROUP_M, first, end - first
+
+
+@triton.jit
+def _load(base_ptr, offset_K, there, left_K, EVEN: tl.constexpr, EVEN_K: tl.constexpr, K_FIRST: tl.constexpr):
+    """One step of an operand: ``[rows, BLOCK_K]``, or ``[BLOCK_K, rows]`` where K_FIRST; zeros outside."""
+    if K_FIRST:
+        place = base_ptr[None, :] + offset_K[:, None]
+        inside_rows = there[None, :]
+        inside_depth = (offset_K < left_K)[:, None]
+    else:
+        place = base_ptr[:, None] + offset_K[None, :]
+        inside_rows = there[:, None]
+        inside_depth = (offset_K < left_K)[None, :]
+    if EVEN and EVEN_K:
+        value = tl.load(place)
+    elif EVEN_K:
+        value = tl.load(place, mask=inside_rows, other=0.0)
+    elif EVEN:
+        value = tl.load(place, mask=inside_depth, other=0.0)
+    else:
+        value = tl.load(place, mask=inside_rows & inside_depth, other=0.0)
+    return value
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,  # [T,H]
+    rows_ptr,  # i64 [R], None: packed row r is row r
+    pair_ptr,  # i32 [P]
+    offsets_ptr,  # i32 [E+1]
+    tile_expert_ptr,  # i32 [N]
+    tile_row_ptr,  # i32 [N]
+    gate_ptr,  # [E,F,H]
+    up_ptr,  # [E,F,H]
+    act_ptr,  # [P,F]
+    most_tiles,
+    hidden,
+    inner,
+    x_stride,
+    gate_stride_e,
+    gate_stride_f,
+    up_stride_e,
+    up_stride_f,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """``silu(x gate^T) * (x up^T)`` of one tile of gathered rows, rounded once."""
+    columns = tl.cdiv(inner, BLOCK_N)
+    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M)
+    if expert < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_m, in_n = m < size, n < inner
+    row = tl.load(pair_ptr + first + m, mask=in_m, other=0) // TOP_K
+    if rows_ptr is None:
+        row = row.to(tl.int64)
+    else:
+        row = tl.load(rows_ptr + row, mask=in_m, other=0)
+    x_row_ptr = x_ptr + row * x_stride
+    n64 = n.to(tl.int64)
+    gate_row_ptr = gate_ptr + expert.to(tl.int64) * gate_stride_e + n64 * gate_stride_f
+    up_row_ptr = up_ptr + expert.to(tl.int64) * up_stride_e + n64 * up_stride_f
+
+    if SWAP:
+        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        left = hidden - start
+        x = _load(x_row_ptr + start, k, in_m, left, False, EVEN_K, SWAP)
+        gate_w = _load(gate_row_ptr + start, k, in_n, left, EVEN_N, EVEN_K, not SWAP)
+        up_w = _load(up_row_ptr + start, k, in_n, left, EVEN_N, EVEN_K, not SWAP)
+        if SWAP:
+            gate = tl.dot(gate_w, x, gate, input_precision="ieee")
+            up = tl.dot(up_w, x, up, input_precision="ieee")
+        else:
+            gate = tl.dot(x, gate_w, gate, input_precision="ieee")
+            up = tl.dot(x, up_w, up, input_precision="ieee")
+    act = (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty)
+    if SWAP:
+        act = tl.trans(act)
+    act_row_ptr = act_ptr + (first + m).to(tl.int64) * inner
+    tl.store(act_row_ptr[:, None] + n[None, :], act, mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    act_ptr,  # [P,F]
+    offsets_ptr,  # i32 [E+1]
+    tile_expert_ptr,  # i32 [N]
+    tile_row_ptr,  # i32 [N]
+    down_ptr,  # [E,H,F]
+    pairs_ptr,  # [P,H]
+    most_tiles,
+    hidden,
+    inner,
+    down_stride_e,
+    down_stride_h,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """``act down^T`` of one tile of sorted positions."""
+    columns = tl.cdiv(hidden, BLOCK_N)
+    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M)
+    if expert < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_m, in_n = m < size, n < hidden
+    position = (first + m).to(tl.int64)
+    act_row_ptr = act_ptr + position * inner
+    down_row_ptr = down_ptr + expert.to(tl.int64) * down_stride_e + n.to(tl.int64) * down_stride_h
+    if SWAP:
+        out = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        left = inner - start
+        act = _load(act_row_ptr + start, k, in_m, left, False, EVEN_K, SWAP)
+        down_w = _load(down_row_ptr + start, k, in_n, left, EVEN_N, EVEN_K, not SWAP)
+        if SWAP:
+            out = tl.dot(down_w, act, out, input_precision="ieee")
+        else:
+            out = tl.dot(act, down_w, out, input_precision="ieee")
+    rounded = out.to(pairs_ptr.dtype.element_ty)
+    if SWAP:
+        rounded = tl.trans(rounded)
+    pairs_row_ptr = pairs_ptr + position * hidden
+    tl.store(pairs_row_ptr[:, None] + n[None, :], rounded, mask=in_m[:, None] & in_n[None, :])
+
+
+def _constexprs(config: GemmConfig, block_m: int, columns: int, depth: int) -> dict[str, Any]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SWAP": config.swap,
+        "GROUP_M": config.group_m,
+        "EVEN_N": columns % config.block_n == 0,
+        "EVEN_K": depth % config.block_k == 0,
+    }
+
+
+def _programs(config: GemmConfig, tiles: int, columns: int) -> int:
+    return int(triton.cdiv(tiles, config.group_m) * config.group_m * triton.cdiv(columns, config.block_n))
+
+
+@torch.library.custom_op("epoch_moe::grouped_mlp", mutates_args=("act_PF", "pairs_PH"))
+def _grouped_mlp(
+    x_TH: Tensor,
+    rows_R: Tensor | None,
+    pair_P: Tensor,
+    offsets_E: Tensor,
+    tile_expert_N: Tensor,
+    tile_row_N: Tensor,
+    gate_EFH: Tensor,
+    up_EFH: Tensor,
+    down_EHF: Tensor,
+    top_k: int,
+    config: Sequence[int],
+    act_PF: Tensor,
+    pairs_PH: Tensor,
+) -> None:
+    """Both launches; ``config`` is a `GroupedMlpConfig` as integers."""
+    tiles_of = GroupedMlpConfig.from_ints(config)
+    hidden, inner = down_EHF.shape[1:]
+    tiles = tile_expert_N.numel()
+    if tiles == 0:
+        return
+    with torch.cuda.device_of(x_TH):
+        gemm = tiles_of.gate_up
+        _gate_up_kernel[(_programs(gemm, tiles, inner),)](
+            x_TH,
+            rows_R,
+            pair_P,
+            offsets_E,
+            tile_expert_N,
+            tile_row_N,
+            gate_EFH,
+            up_EFH,
+            act_PF,
+            tiles,
+            hidden,
+            inner,
+            x_TH.stride(0),
+            gate_EFH.stride(0),
+            gate_EFH.stride(1),
+            up_EFH.stride(0),
+            up_EFH.stride(1),
+            TOP_K=top_k,
+            **_constexprs(gemm, tiles_of.block_m, inner, hidden),
+            num_warps=gemm.num_warps,
+            num_stages=gemm.num_stages,
+        )
+        gemm = tiles_of.down
+        _down_kernel[(_programs(gemm, tiles, hidden),)](
+            act_PF,
+            offsets_E,
+            tile_expert_N,
+            tile_row_N,
+            down_EHF,
+            pairs_PH,
+            tiles,
+            hidden,
+            inner,
+            down_EHF.stride(0),
+            down_EHF.stride(1),
+            **_constexprs(gemm, tiles_of.block_m, hidden, inner),
+            num_warps=gemm.num_warps,
+            num_stages=gemm.num_stages,
+        )
+
+
+@_grouped_mlp.register_fake
+def _(
+    x_TH: Tensor,
+    rows_R: Tensor | None,
+    pair_P: Tensor,
+    offsets_E: Tensor,
+    tile_expert_N: Tensor,
+    tile_row_N: Tensor,
+    gate_EFH: Tensor,
+    up_EFH: Tensor,
+    down_EHF: Tensor,
+    top_k: int,
+    config: Sequence[int],
+    act_PF: Tensor,
+    pairs_PH: Tensor,
+) -> None:
+    return None
+
+
+def grouped_mlp(
+    x_TH: Tensor,
+    rows_R: Tensor | None,
+    worklist: DeviceWorklist,
+    gate_EFH: Tensor,
+    up_EFH: Tensor,
+    down_EHF: Tensor,
+    top_k: int,
+    config: GroupedMlpConfig,
+    *,
+    act_PF: Tensor | None = None,
+    pairs_PH: Tensor | None = None,
+) -> Tensor:
+    """Outputs of all pairs, in the worklist's order: ``[P,H]`` in the dtype of ``x_TH``.
+
+    Args:
+        x_TH: rows, last stride 1.
+        rows_R: int64, the row of ``x_TH`` of each packed row; None: packed row r is row r.
+        worklist: of the packed rows, in tiles of ``config.block_m``.
+        gate_EFH: gate projections: a view (of ``[E,2F,H]``, say), last stride 1.
+        up_EFH: up projections, likewise.
+        down_EHF: down projections, likewise.
+        top_k: K.
+        config: tiles, as `epoch_moe.kernels.tuning.grouped_mlp_config` gives them.
+        act_PF: contiguous buffer for what lies between the products; None = a new one.
+        pairs_PH: contiguous buffer for the result; None = a new one.
+
+    Positions behind the last segment are never written. Not differentiable.
+
+    Raises:
+        ValueError: for shapes, dtypes or strides that do not fit each other, or a worklist with other tiles.
+    """
+    _check(x_TH, rows_R, worklist, gate_EFH, up_EFH, down_EHF, top_k, config)
+    pairs, (hidden, inner) = worklist.pair_P.numel(), down_EHF.shape[1:]
+    if act_PF is None:
+        act_PF = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
+    if pairs_PH is None:
+        pairs_PH = torch.empty(pairs, hidden, dtype=x_TH.dtype, device=x_TH.device)
+    for name, buffer, width in (("act_PF", act_PF, inner), ("pairs_PH", pairs_PH, hidden)):
+        if tuple(buffer.shape) != (pairs, width) or buffer.dtype != x_TH.dtype or not buffer.is_contiguous():
+            raise ValueError(
+                f"{name} is {buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()}: expected contiguous "
+                f"{x_TH.dtype} [{pairs}, {width}]"
+            )
+    _grouped_mlp(
+        x_TH,
+        rows_R,
+        worklist.pair_P,
+        worklist.offsets_E,
+        worklist.tile_expert_N,
+        worklist.tile_row_N,
+        gate_EFH,
+        up_EFH,
+        down_EHF,
+        top_k,
+        config.as_ints(),
+        act_PF,
+        pairs_PH,
+    )
+    return pairs_PH
+
+
+def _check(
+    x_TH: Tensor,
+    rows_R: Tensor | None,
+    worklist: DeviceWorklist,
+    gate_EFH: Tensor,
+    up_EFH: Tensor,
+    down_EHF: Tensor,
+    top_k: int,
+    config: GroupedMlpConfig,
+) -> None:
+    if worklist.block_m != config.block_m:
+        raise ValueError(f"the worklist has tiles of {worklist.block_m}, the configuration of {config.block_m}")
+    num_experts, hidden, inner = down_EHF.shape
+    if worklist.offsets_E.numel() != num_experts + 1:
+        raise ValueError(f"the worklist is of {worklist.offsets_E.numel() - 1} experts, the weights of {num_experts}")
+    packed = worklist.pair_P.numel() // max(top_k, 1)
+    if rows_R is not None and (rows_R.dtype != torch.int64 or tuple(rows_R.shape) != (packed,)):
+        raise ValueError(f"rows_R is {rows_R.dtype} {tuple(rows_R.shape)}: expected torch.int64 [{packed}]")
+    if rows_R is None and x_TH.shape[0] < packed:
+        raise ValueError(f"the worklist is of {packed} rows, x_TH has {x_TH.shape[0]}")
+    for name, tensor, shape in (
+        ("x_TH", x_TH, (x_TH.shape[0], hidden)),
+        ("gate_EFH", gate_EFH, (num_experts, inner, hidden)),
+        ("up_EFH", up_EFH, (num_experts, inner, hidden)),
+        ("down_EHF", down_EHF, (num_experts, hidden, inner)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}")
+        if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, x_TH is {x_TH.dtype} on {x_TH.device}: they must agree"
+            )
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+
+
+_MODELS = {"llada2-mini": (2048, 512, 256, 8), "llada2-flash": (4096, 1024, 256, 8), "llada-moe": (2048, 1024, 64, 8)}
+_ROWS_PER_EXPERT = {"weight-bound": 8, "32 per expert": 32, "100 per expert": 100, "compute-bound": 512}
+
+
+def aot_cases() -> list[AotCase]:
+    """The released models in each regime; odd sizes, and the other dtypes."""
+    cases = []
+    for model, sizes in _MODELS.items():
+        for regime, rows in _ROWS_PER_EXPERT.items():
+            archs = (90,) if regime == "compute-bound" else (80, 90)
+            cases += _cases(f"{model} bf16 {regime}", *sizes, rows, torch.bfloat16, archs)
+    rows = _ROWS_PER_EXPERT["compute-bound"]
+    cases += _cases("llada2-mini bf16 compute-bound, no wgmma", *_MODELS["llada2-mini"], rows, torch.bfloat16, (80,))
+    for regime in ("weight-bound", "compute-bound"):
+        rows = _ROWS_PER_EXPERT[regime]
+        archs = (90,) if regime == "compute-bound" else (80, 90)
+        cases += _cases(f"llada2-mini fp16 {regime}", *_MODELS["llada2-mini"], rows, torch.float16, archs)
+        cases += _cases(f"llada2-mini fp32 {regime}", *_MODELS["llada2-mini"], rows, torch.float32)
+        cases += _cases(f"prime sizes bf16 {regime}", 2039, 509, 61, 7, rows, torch.bfloat16)
+    return cases
+
+
+def _cases(
+    shape: str,
+    hidden: int,
+    inner: int,
+    num_experts: int,
+    top_k: int,
+    rows_per_expert: int,
+    dtype: torch.dtype,
+    archs: tuple[int, ...] = (80, 90),
+) -> list[AotCase]:
+    aligned = hidden % 16 == 0 and inner % 16 == 0
+    config = grouped_mlp_config(dtype, rows_per_expert, aligned, wgmma=90 in archs)
+    pairs = rows_per_expert * num_experts
+    rows, tiles = pairs // top_k, max_tiles(pairs, num_experts, config.block_m)
+    of_dtype, of_int = pointer(dtype), pointer(torch.int32)
+    schedule = {"offsets_ptr": of_int, "tile_expert_ptr": of_int, "tile_row_ptr": of_int}
+    sizes = {"most_tiles": "i32", "hidden": "i32", "inner": "i32"}
+    # Whether the number of tiles is a multiple of 16 depends on the capacity; the rest on the model.
+    odd = {"most_tiles"} | (set() if aligned else {"hidden", "inner"})
+    gate_up_strides = ("x_stride", "gate_stride_e", "gate_stride_f", "up_stride_e", "up_stride_f")
+    down_strides = ("down_stride_e", "down_stride_h")
+    gate_up = AotCase(
+        kernel="grouped_mlp_gate_up",
+        shape=shape,
+        function=_gate_up_kernel,
+        signature={"x_ptr": of_dtype, "rows_ptr": pointer(torch.int64), "pair_ptr": of_int}
+        | schedule
+        | {"gate_ptr": of_dtype, "up_ptr": of_dtype, "act_ptr": of_dtype}
+        | sizes
+        | dict.fromkeys(gate_up_strides, "i32"),
+        constexprs={"TOP_K": top_k, **_constexprs(config.gate_up, config.block_m, inner, hidden)},
+        num_warps=config.gate_up.num_warps,
+        num_stages=config.gate_up.num_stages,
+        bytes_moved=dtype.itemsize * (2 * num_experts * inner * hidden + rows * hidden + pairs * inner)
+        + 4 * pairs
+        + 8 * (rows + tiles),
+        flops=4 * pairs * hidden * inner,
+        not_divisible=frozenset(odd | (set() if aligned else set(gate_up_strides))),
+        tensor_cores=dtype != torch.float32,
+        wide_loads=aligned,
+        archs=archs,
+    )
+    down = AotCase(
+        kernel="grouped_mlp_down",
+        shape=shape,
+        function=_down_kernel,
+        signature={"act_ptr": of_dtype}
+        | schedule
+        | {"down_ptr": of_dtype, "pairs_ptr": of_dtype}
+        | sizes
+        | dict.fromkeys(down_strides, "i32"),
+        constexprs=_constexprs(config.down, config.block_m, hidden, inner),
+        num_warps=config.down.num_warps,
+        num_stages=config.down.num_stages,
+        bytes_moved=dtype.itemsize * (num_experts * inner * hidden + pairs * (inner + hidden)) + 8 * tiles,
+        flops=2 * pairs * hidden * inner,
+        not_divisible=frozenset(odd | (set() if aligned else set(down_strides))),
+        tensor_cores=dtype != torch.float32,
+        wide_loads=aligned,
+        archs=archs,
+    )
+    return [gate_up, down]
