@@ -155,7 +155,7 @@ class EpochMoEBlock(nn.Module):
             )
         x_RH, routing = self._route(x_TH, forward, step)
         self._trace(forward, step.rows, routing)
-        assert step.state.cache_MH is not None
+        assert step.state.cache_MH is not None and isinstance(step.rows, RowPlan)
         shard = DenseShard(step.rows, step.state.cache_MH)
         return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
 

@@ -76,15 +76,13 @@ def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> RowPlan:
         return torch.tensor([t // seq_len * window + t % seq_len - lead for t in rows], dtype=torch.int64)
 
     fresh = rows_of("fresh", "store")
-    empty = torch.zeros(0, dtype=torch.int64)
     return RowPlan(
         batch=batch,
         seq_len=seq_len,
         fresh_R=torch.tensor(fresh, dtype=torch.int64),
         restricted_R=torch.zeros(len(fresh), dtype=torch.bool),
         joining_R=torch.zeros(len(fresh), dtype=torch.bool),
-        vote_src=empty,
-        vote_dst=empty,
+        vote_R=torch.full((len(fresh),), batch * window),
         block_len=window,
         sequence_R=torch.tensor(fresh, dtype=torch.int64) // seq_len,
         store_src=torch.tensor([fresh.index(t) for t in rows_of("store")], dtype=torch.int64),
@@ -93,7 +91,7 @@ def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> RowPlan:
         reuse_dst=torch.tensor(rows_of("reuse"), dtype=torch.int64),
         num_rows=len(kinds) - len(rows_of("none")),
         num_restricted=0,
-        all_fresh=len(fresh) == len(kinds),
+        num_voting=0,
     )
 
 

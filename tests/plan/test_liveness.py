@@ -74,6 +74,7 @@ def plan_of(plan: BlockPlan, forward: Forward) -> tuple[RowPlan, object]:
         live_BN=None,
         changed_BN=None,
     )
+    assert isinstance(step.rows, RowPlan)
     return step.rows, step
 
 
@@ -97,16 +98,16 @@ def test_row_plans_equal_the_oracle(decode: tuple[Oracle, list[Forward]]) -> Non
         assert places(rows.fresh_R[rows.store_src]) == want.stored
         if oracle.number > 1:  # the cold pass compiles the support, nothing joins it
             assert places(rows.fresh_R[rows.joining_R]) == want.joining
-        assert places(rows.fresh_R[rows.vote_src]) == want.voting
+        voting_R = rows.vote_R < oracle.batch * rows.block_len
+        assert places(rows.fresh_R[voting_R]) == want.voting and rows.num_voting == len(want.voting)
         # Places in the cache and in the voting grid belong to the same rows.
         assert {(b, n + forward.lead) for b, n in places(rows.store_dst, window)} == want.stored
         assert [(b, n + forward.lead) for b, n in map(lambda i: divmod(i, window), rows.reuse_src.tolist())] == [
             divmod(i, seq_len) for i in rows.reuse_dst.tolist()
         ]
         first = forward.lead + oracle.prefix
-        assert [(b, w + first) for b, w in map(lambda i: divmod(i, rows.block_len), rows.vote_dst.tolist())] == [
-            divmod(i, seq_len) for i in rows.fresh_R[rows.vote_src].tolist()
-        ]
+        votes = [divmod(i, rows.block_len) for i in rows.vote_R[voting_R].tolist()]
+        assert [(b, w + first) for b, w in votes] == [divmod(i, seq_len) for i in rows.fresh_R[voting_R].tolist()]
         assert rows.sequence_R.tolist() == (rows.fresh_R // seq_len).tolist()
         assert rows.num_rows == sum(map(sum, forward.valid))
         assert rows.num_restricted == len(want.restricted)
@@ -198,7 +199,8 @@ def test_a_stable_row_that_becomes_live_is_computed() -> None:
 def test_an_invalid_live_row_neither_votes_nor_runs() -> None:
     plan = simple_plan()
     rows = step(plan, [7, MASK, MASK, MASK], valid_BS=torch.tensor([[True, True, False, True]]))
-    assert rows.fresh_R.tolist() == [0, 1, 3] and rows.vote_src.tolist() == [1, 2] and rows.num_rows == 3
+    assert rows.fresh_R.tolist() == [0, 1, 3] and (rows.vote_R < 4).tolist() == [False, True, True]
+    assert rows.num_rows == 3
 
 
 def test_padding_with_minus_one_is_never_taken_for_a_cached_row() -> None:
@@ -258,7 +260,7 @@ def test_tokens_that_may_be_edited_are_live_but_route_freely(restrict_new: bool,
             got["fresh"].add(cell)
             got["restricted"] |= {cell} if rows.restricted_R[place] else set()
             got["joining"] |= {cell} if rows.joining_R[place] else set()
-            got["voting"] |= {cell} if place in rows.vote_src.tolist() else set()
+            got["voting"] |= {cell} if rows.vote_R[place] < rows.batch * rows.block_len else set()
             got["stored"] |= {cell} if place in rows.store_src.tolist() else set()
         want = {name: set() for name in got}
         for b in range(batch):

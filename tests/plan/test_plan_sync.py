@@ -42,8 +42,7 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
         fresh_R=ids(FRESH),
         restricted_R=flags(FRESH),
         joining_R=flags(FRESH),
-        vote_src=ids(5),
-        vote_dst=ids(5),
+        vote_R=ids(FRESH),
         sequence_R=ids(FRESH),
         store_src=ids(5),
         store_dst=ids(5),
@@ -52,7 +51,7 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
         block_len=SEQ,
         num_rows=BATCH * SEQ,
         num_restricted=5,
-        all_fresh=False,
+        num_voting=5,
     )
     supports = BATCH if config.support_scope == "sequence" else 1
     state = SupportState(support_GE=torch.ones(supports, EXPERTS, dtype=torch.bool, device=device))

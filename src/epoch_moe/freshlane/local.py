@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.liveness import PackedRows, RowPlan
 
 
-def pick(x_TH: Tensor, rows: RowPlan) -> Tensor:
-    """The fresh rows, packed: ``[R,H]``."""
+def pick(x_TH: Tensor, rows: PackedRows) -> Tensor:
+    """The fresh rows, packed: ``[R,H]``. What padding rows hold means nothing."""
     return x_TH if rows.all_fresh else x_TH.index_select(0, rows.fresh_R)
 
 

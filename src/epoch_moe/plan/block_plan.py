@@ -12,7 +12,8 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, RowStates, classify, plan_rows
+from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, RowStates, classify, decide_rows, plan_rows
+from epoch_moe.plan.padded import Compact, PaddedRowPlan, pad_rows
 from epoch_moe.plan.support import SupportState
 
 
@@ -39,12 +40,12 @@ class LayerStep:
     """One layer's part in one forward.
 
     Attributes:
-        rows: what happens to each row.
+        rows: what happens to each row; `PaddedRowPlan` where the plan is kept on the device.
         state: the layer's state.
         cold: the layer compiles its support in this step and reuses nothing.
     """
 
-    rows: RowPlan
+    rows: RowPlan | PaddedRowPlan
     state: LayerState
     cold: bool
 
@@ -71,6 +72,9 @@ class BlockPlan:
         future: how many lie behind it (later blocks of a fixed canvas).
         prefix_constant: prefix rows cannot change within the block.
         counters: where work is counted.
+        compact: packs rows on the device. With it no forward of the block waits for the device, rows have their padded
+            form (`epoch_moe.plan.padded`), and all state is updated in place, at addresses that do not change. None:
+            rows are lists, at the price of host syncs once per forward.
     """
 
     def __init__(
@@ -84,12 +88,14 @@ class BlockPlan:
         prefix_constant: bool,
         future: int = 0,
         counters: Counters,
+        compact: Compact | None = None,
     ):
         check_block(batch, window, prefix, future)
         self.config, self.counters = config, counters
         self.batch, self.window, self.prefix, self.future = batch, window, prefix, future
         self.prefix_constant = prefix_constant
-        self.layers = [LayerState() for _ in range(num_layers)]
+        self.compact = compact
+        self.layers = [LayerState(SupportState(fixed=compact is not None)) for _ in range(num_layers)]
         self.forwards = 0
         self._stamps_BN: Tensor | None = None
 
@@ -102,8 +108,12 @@ class BlockPlan:
         lead: int,
         live_BN: Tensor | None,
         changed_BN: Tensor | None,
+        capacity: int | None = None,
     ) -> ForwardPlan:
-        """Decide what the next forward does with its rows (see `epoch_moe.plan.liveness`)."""
+        """Decide what the next forward does with its rows (see `epoch_moe.plan.liveness`).
+
+        ``capacity``: of the padded form, for a forward that is neither cold nor a refresh; see `pad_rows`.
+        """
         # A copy: a caller that commits tokens into the same tensor must not change what the stamps will say.
         ids_BS = ids_BS.to(torch.int64, copy=True)
         if self._stamps_BN is None:
@@ -121,8 +131,9 @@ class BlockPlan:
             live_BN,
             changed_BN,
         )
-        self._read_shortfalls()
-        return ForwardPlan(self, ids_BS, states, lead, self.forwards)
+        if self.compact is None:
+            self._read_shortfalls()
+        return ForwardPlan(self, ids_BS, states, lead, self.forwards, capacity)
 
     def _read_shortfalls(self) -> None:
         """Have the layers whose support fell short in the last forward compile it anew (one sync for all layers)."""
@@ -141,33 +152,41 @@ class BlockPlan:
     def complete(self, forward: ForwardPlan) -> None:
         """Record the tokens that the caches now hold outputs for; called after a forward that did not fail."""
         assert self._stamps_BN is not None
-        stamps_M = self._stamps_BN.view(-1)
-        rows = forward.rows
-        tokens_T = forward.ids_BS.reshape(-1)
+        states, lead = forward.states, forward.lead
         # An entry that this forward could not have used (edited, masked again, live, declared changed, of a row that
         # was not there) is lost for good: the row may come back with its old token.
-        states = forward.states
-        kept_BN = states.cached_BN & ~states.live_BN & ~states.awake_BN & states.valid_BS[:, forward.lead :]
-        stamps_M.masked_fill_(~kept_BN.reshape(-1), NO_TOKEN)
-        stamps_M[rows.store_dst] = tokens_T[rows.fresh_R[rows.store_src]]
+        kept_BN = states.cached_BN & ~states.live_BN & ~states.awake_BN & states.valid_BS[:, lead:]
+        stamps_BN = self._stamps_BN.masked_fill(~kept_BN, NO_TOKEN)
+        self._stamps_BN.copy_(torch.where(forward.stored_BS[:, lead:], forward.ids_BS[:, lead:], stamps_BN))
         self.forwards += 1
 
 
 class ForwardPlan:
     """One forward under a block plan: what each MoE layer asks when it is reached."""
 
-    def __init__(self, plan: BlockPlan, ids_BS: Tensor, states: RowStates, lead: int, number: int):
+    def __init__(
+        self,
+        plan: BlockPlan,
+        ids_BS: Tensor,
+        states: RowStates,
+        lead: int,
+        number: int,
+        capacity: int | None = None,
+    ):
         config = plan.config
         self.plan, self.ids_BS, self.states, self.lead, self.number = plan, ids_BS, states, lead, number
         self.cold = number == 0
         interval = config.refresh_interval
         self.refresh = interval is not None and number % interval == 0
         self.wants_router = False
-        self.rows = self._plan(self.cold, self.refresh)
-        self._full_rows: RowPlan | None = self.rows if self.cold else None
+        self.rows, self.stored_BS = self._plan(self.cold, self.refresh, capacity)
+        self._full_rows = self.rows if self.cold else None
 
-    def _plan(self, cold: bool, refresh: bool) -> RowPlan:
-        return plan_rows(
+    def _plan(
+        self, cold: bool, refresh: bool, capacity: int | None = None
+    ) -> tuple[RowPlan | PaddedRowPlan, Tensor]:
+        """The row plan, and which rows' outputs it keeps: bool ``[B,S]``."""
+        decision = decide_rows(
             self.states,
             cold=cold,
             refresh=refresh,
@@ -176,6 +195,13 @@ class ForwardPlan:
             future=self.plan.future,
             restrict_new=self.plan.config.restrict_new,
         )
+        if self.plan.compact is None:
+            return plan_rows(decision), decision.stored_BS
+        if cold or refresh:
+            capacity = None
+        rows = pad_rows(decision, self.plan.compact, capacity)
+        # A row that found no place is not computed.
+        return rows, decision.stored_BS & (rows.source_T >= 0).view_as(decision.stored_BS)
 
     @property
     def config(self) -> EpochConfig:
@@ -186,6 +212,21 @@ class ForwardPlan:
     def counters(self) -> Counters:
         """Where work is counted."""
         return self.plan.counters
+
+    @property
+    def num_rows(self) -> int | Tensor:
+        """Valid rows."""
+        return self.rows.num_rows
+
+    def numbers(self) -> dict[str, int | Tensor]:
+        """This forward's entry in `Counters.history`."""
+        rows = self.rows
+        return {
+            "forward": self.number,
+            "rows": rows.num_rows,
+            "fresh": rows.num_fresh if isinstance(rows, RowPlan) else rows.count,
+            "live": rows.num_voting,
+        }
 
     def valid_of(self, x_BSH: Tensor) -> Tensor | None:
         """The rows ``[B,S]`` that exist, where they fit a layer's input, else None."""
@@ -218,7 +259,7 @@ class ForwardPlan:
             # This layer missed a forward (or changed dtype or device): its cache no longer matches the stamps.
             self.counters.fallbacks["version"] += 1
             if self._full_rows is None:
-                self._full_rows = self._plan(cold=True, refresh=True)
+                self._full_rows, _ = self._plan(cold=True, refresh=True)
             rows, cold = self._full_rows, True
         if not fits:
             state.cache_MH = x_BSH.new_empty(cache_shape)

@@ -171,12 +171,10 @@ class BlockPlanContext:
         forward: ForwardPlan | DenseForward
         if self._plan is None:
             forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
-            valid_rows = forward.num_rows
         else:
             forward = self._plan.next_forward(
                 ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
             )
-            valid_rows = forward.rows.num_rows
         if self.counters.recorder is not None:
             self.counters.recorder.begin_forward()
         try:
@@ -187,17 +185,10 @@ class BlockPlanContext:
             self.end_block()
             raise
         self._latest = forward
-        self.counters.add_forward(valid_rows)
+        self.counters.add_forward(forward.num_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
-            self.counters.add_history(
-                {
-                    "forward": forward.number,
-                    "rows": valid_rows,
-                    "fresh": forward.rows.num_fresh,
-                    "live": forward.rows.vote_src.numel(),
-                }
-            )
+            self.counters.add_history(forward.numbers())
 
     @contextmanager
     def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from epoch_moe.plan.recorder import HISTORY_LENGTH, ExpertRecorder
 
-_INTEGERS = ("pairs", "active_experts", "support_experts", "supports")
+_INTEGERS = ("pairs", "active_experts", "support_experts", "supports", "rows")
 _FLOATS = ("covered_weight", "natural_weight")
 
 
@@ -142,8 +143,6 @@ class Counters:
     Attributes:
         num_layers: L.
         bytes_per_expert: routed-expert weight bytes of one expert, per layer.
-        history: one entry per forward under a plan, the latest `HISTORY_LENGTH` of them: its number in the block,
-            valid rows, fresh rows, live rows that hold no token.
         recorder: which experts the forwards of `history` used; None = not recorded.
     """
 
@@ -156,33 +155,54 @@ class Counters:
     lm_head_rows: int = 0
     rows_L: list[int] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    history: deque[dict[str, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     recorder: ExpertRecorder | None = None
+    _history: deque[dict[str, int | Tensor]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     _integers: dict[torch.device, Tensor] = field(default_factory=dict)
     _floats: dict[torch.device, Tensor] = field(default_factory=dict)
     _shortfalls: dict[torch.device, Tensor] = field(default_factory=dict)
+    _forward_rows: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows_L = [0] * self.num_layers
 
-    def add_forward(self, valid_rows: int) -> None:
-        """One model forward of so many valid rows."""
+    def add_forward(self, valid_rows: int | Tensor) -> None:
+        """One model forward of so many valid rows (on the host, or on the device)."""
         self.forwards += 1
-        self.forward_rows += valid_rows
-        self.dense_rows += valid_rows * self.num_layers
+        if isinstance(valid_rows, Tensor):
+            self._of(self._forward_rows, valid_rows.device, 1, torch.int64)[0, 0].add_(valid_rows)
+        else:
+            self.forward_rows += valid_rows
+            self.dense_rows += valid_rows * self.num_layers
 
-    def add_history(self, entry: dict[str, int]) -> None:
-        """What one finished forward under a plan did."""
-        self.history.append(entry)
+    def add_history(self, entry: Mapping[str, int | Tensor]) -> None:
+        """What one finished forward under a plan did: its number in the block, and numbers of rows."""
+        self._history.append(dict(entry))
         if self.recorder is not None:
             self.recorder.end_forward()
 
-    def add_layer(self, layer: int, rows: int, counts_E: Tensor) -> None:
-        """One layer's routed work: fresh rows (host) and pairs per expert (device)."""
-        self.rows_L[layer] += rows
+    @property
+    def history(self) -> list[dict[str, int]]:
+        """One entry per forward under a plan, the latest `HISTORY_LENGTH` of them.
+
+        Its number in the block, valid rows, fresh rows, live rows that hold no token. Waits for the device where these
+        numbers are on one.
+        """
+        waiting = [(e, name) for e in self._history for name, value in e.items() if isinstance(value, Tensor)]
+        if waiting:
+            values = torch.stack([torch.as_tensor(entry[name]).reshape(()).long() for entry, name in waiting])
+            for (entry, name), value in zip(waiting, values.tolist(), strict=True):
+                entry[name] = value
+        return [{name: int(value) for name, value in entry.items()} for entry in self._history]
+
+    def add_layer(self, layer: int, rows: int | Tensor, counts_E: Tensor) -> None:
+        """One layer's routed work: fresh rows (on the host or the device) and pairs per expert (on the device)."""
         totals = self._of(self._integers, counts_E.device, len(_INTEGERS), torch.int64)
-        totals[layer, 0] += counts_E.sum()
-        totals[layer, 1] += (counts_E > 0).sum()
+        if isinstance(rows, Tensor):
+            totals[layer, 4:5].add_(rows)
+        else:
+            self.rows_L[layer] += rows
+        totals[layer, 0].add_(counts_E.sum())
+        totals[layer, 1].add_((counts_E > 0).sum())
         if self.recorder is not None:
             self.recorder.add_layer(layer, counts_E)
 
@@ -225,22 +245,21 @@ class Counters:
         shortfalls = sum(int(part.sum()) for part in self._shortfalls.values())
         if shortfalls:
             fallbacks["shortfall"] = shortfalls
+        integers[:, 4] += torch.tensor(self.rows_L)
+        device_rows = sum(int(part[0, 0]) for part in self._forward_rows.values())
         layers = tuple(
             LayerWork(
-                rows=rows,
                 weight_bytes=size * ints[1],
                 **dict(zip(_INTEGERS, ints, strict=True)),
                 **dict(zip(_FLOATS, weights, strict=True)),
             )
-            for rows, size, ints, weights in zip(
-                self.rows_L, self.bytes_per_expert, integers.tolist(), floats.tolist(), strict=True
-            )
+            for size, ints, weights in zip(self.bytes_per_expert, integers.tolist(), floats.tolist(), strict=True)
         )
         return Work(
             forwards=self.forwards,
-            forward_rows=self.forward_rows,
+            forward_rows=self.forward_rows + device_rows,
             attention_pairs=self.attention_pairs,
-            dense_rows=self.dense_rows,
+            dense_rows=self.dense_rows + device_rows * self.num_layers,
             lm_head_rows=self.lm_head_rows,
             fallbacks=dict(fallbacks),
             per_layer=layers,

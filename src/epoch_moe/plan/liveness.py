@@ -20,46 +20,28 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """What one forward does with each of its T rows; the same for all layers, computed once per forward.
+class PackedRows:
+    """The fresh rows of one forward, packed, as every layer's routing sees them.
 
     Attributes:
         batch, seq_len: B and S.
+        block_len: W, rows of the current block.
         fresh_R: int64, rows ``0..T-1`` that go through the routed experts, ascending.
         restricted_R: bool, fresh rows whose selection stays inside the support.
         joining_R: bool, fresh rows whose experts join the support.
-        vote_src, vote_dst: int64, positions in ``fresh_R`` of the rows that a support is compiled from (live rows that
-            hold no token), and their places ``0..B*W-1`` in the current block of W rows.
-        block_len: W.
+        vote_R: int64, for rows that a support is compiled from (live rows that hold no token) their place
+            ``0..B*W-1`` in the current block; ``B*W`` for all others.
         sequence_R: int64, the sequence of each fresh row.
-        store_src, store_dst: int64, positions in ``fresh_R`` whose outputs are cached, and where (``0..B*N-1``).
-        reuse_src, reuse_dst: int64, cache entries that are restored, and the rows that they become.
-        num_rows: rows that a dense forward would compute (valid rows).
-        num_restricted: how many fresh rows are restricted (a host number).
-        all_fresh: every one of the T rows is fresh.
     """
 
     batch: int
     seq_len: int
+    block_len: int
     fresh_R: Tensor
     restricted_R: Tensor
     joining_R: Tensor
-    vote_src: Tensor
-    vote_dst: Tensor
+    vote_R: Tensor
     sequence_R: Tensor
-    store_src: Tensor
-    store_dst: Tensor
-    reuse_src: Tensor
-    reuse_dst: Tensor
-    block_len: int
-    num_rows: int
-    num_restricted: int
-    all_fresh: bool
-
-    @property
-    def num_fresh(self) -> int:
-        """R."""
-        return self.fresh_R.numel()
 
     @property
     def total(self) -> int:
@@ -68,8 +50,58 @@ class RowPlan:
 
     @property
     def place_R(self) -> Tensor:
-        """Where each fresh row lies in a grid of B x S places: sums over a sequence's rows go through that grid."""
+        """Where each fresh row lies in a grid of B x S places: sums over a sequence's rows go through that grid.
+
+        ``B*S`` for what belongs to no place.
+        """
         return self.fresh_R
+
+    @property
+    def all_fresh(self) -> bool:
+        """Every one of the T rows is fresh, and the host knows it."""
+        return False
+
+    @property
+    def may_restrict(self) -> bool:
+        """False where the host knows that no row is restricted."""
+        return True
+
+
+@dataclass(frozen=True)
+class RowPlan(PackedRows):
+    """What one forward does with each of its T rows; the same for all layers, computed once per forward.
+
+    The form for the host: lists of known length. `epoch_moe.plan.padded.PaddedRowPlan` is the form for the device.
+
+    Attributes:
+        store_src, store_dst: int64, positions in ``fresh_R`` whose outputs are cached, and where (``0..B*N-1``).
+        reuse_src, reuse_dst: int64, cache entries that are restored, and the rows that they become.
+        num_rows: rows that a dense forward would compute (valid rows).
+        num_restricted, num_voting: how many fresh rows are restricted, and how many vote.
+    """
+
+    store_src: Tensor
+    store_dst: Tensor
+    reuse_src: Tensor
+    reuse_dst: Tensor
+    num_rows: int
+    num_restricted: int
+    num_voting: int
+
+    @property
+    def num_fresh(self) -> int:
+        """R."""
+        return self.fresh_R.numel()
+
+    @property
+    def all_fresh(self) -> bool:
+        """Every one of the T rows is fresh."""
+        return self.num_fresh == self.total
+
+    @property
+    def may_restrict(self) -> bool:
+        """Whether a row is restricted."""
+        return self.num_restricted > 0
 
 
 @dataclass(frozen=True)
@@ -142,10 +174,58 @@ def classify(
     return RowStates(valid_BS, live_BN, edited_BN, cached_BN, constant_BN, awake_BN)
 
 
-def plan_rows(
+@dataclass(frozen=True)
+class RowDecision:
+    """What one forward does with each of its rows, as masks over them; no value was read on the host.
+
+    Attributes:
+        lead, prefix, future: C, and the window rows before and behind the current block.
+        valid_BS: rows that exist.
+        fresh_BS: go through the routed experts.
+        reuse_BS: take their cached output.
+        stored_BS: fresh, and their output is cached.
+        restricted_BS: fresh, and select inside the support.
+        joining_BS: fresh, and their experts join the support.
+        voting_BS: a support is compiled from these.
+    """
+
+    lead: int
+    prefix: int
+    future: int
+    valid_BS: Tensor
+    fresh_BS: Tensor
+    reuse_BS: Tensor
+    stored_BS: Tensor
+    restricted_BS: Tensor
+    joining_BS: Tensor
+    voting_BS: Tensor
+
+    @property
+    def window(self) -> int:
+        """N."""
+        return self.valid_BS.shape[1] - self.lead
+
+    @property
+    def block_len(self) -> int:
+        """W."""
+        return self.window - self.prefix - self.future
+
+    def entry(self, rows: Tensor) -> Tensor:
+        """Cache entries of window rows, given by their numbers ``0..T-1``."""
+        seq_len = self.valid_BS.shape[1]
+        return (rows // seq_len) * self.window + rows % seq_len - self.lead
+
+    def vote(self, rows: Tensor, voting: Tensor) -> Tensor:
+        """`PackedRows.vote_R` of rows, given by their numbers and whether they vote."""
+        batch, seq_len = self.valid_BS.shape
+        place = (rows // seq_len) * self.block_len + rows % seq_len - self.lead - self.prefix
+        return torch.where(voting, place, batch * self.block_len)
+
+
+def decide_rows(
     states: RowStates, *, refresh: bool, cold: bool, lead: int, prefix: int, future: int, restrict_new: bool
-) -> RowPlan:
-    """Turn row classes into the index lists that every layer of this forward uses.
+) -> RowDecision:
+    """What happens to each row, from its class.
 
     Args:
         refresh: recompute all rows but constant prefix rows.
@@ -155,8 +235,6 @@ def plan_rows(
         restrict_new: restrict the block's decoded rows too.
     """
     valid_BS, live_BN = states.valid_BS, states.live_BN
-    batch, seq_len = valid_BS.shape
-    window = seq_len - lead
     reusable_BN = states.cached_BN & ~live_BN & ~states.awake_BN
     if cold:
         reusable_BN = torch.zeros_like(reusable_BN)
@@ -169,40 +247,62 @@ def plan_rows(
         full_BS[:, lead:] = mask_BN
         return full_BS
 
-    live_BS, reuse_BS = whole(live_BN), whole(reusable_BN) & valid_BS
+    reuse_BS = whole(reusable_BN) & valid_BS
     fresh_BS = valid_BS & ~reuse_BS
-    fresh_R = fresh_BS.view(-1).nonzero().squeeze(1)
-    sequence_R, position_R = fresh_R // seq_len, fresh_R % seq_len
-    live_R = live_BS.view(-1)[fresh_R]
-    window_R = position_R >= lead
-    stored_R = window_R & ~live_R & ~whole(states.awake_BN).view(-1)[fresh_R]
-    new_R = stored_R & ~whole(states.cached_BN).view(-1)[fresh_R]
+    stored_BN = ~live_BN & ~states.awake_BN
     # The support speaks for the block's rows: prefix and future rows route freely under either setting.
-    block_R = (position_R >= lead + prefix) & (position_R < seq_len - future)
+    block_BN = torch.zeros_like(live_BN)
+    block_BN[:, prefix : block_BN.shape[1] - future] = True
     # A support is compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
-    edited_R = whole(states.edited_BN).view(-1)[fresh_R]
-    undecoded_R = live_R & ~edited_R
-    restricted_R = torch.zeros_like(live_R) if cold else (block_R if restrict_new else undecoded_R)
-    reuse_T = reuse_BS.view(-1).nonzero().squeeze(1)
-    store_src = stored_R.nonzero().squeeze(1)
-    vote_src = (undecoded_R & block_R).nonzero().squeeze(1)
-    block_len = window - prefix - future
-    num_rows = int(valid_BS.sum())
+    undecoded_BN = live_BN & ~states.edited_BN
+    restricted_BN = torch.zeros_like(live_BN) if cold else (block_BN if restrict_new else undecoded_BN)
+    joining_BN = (stored_BN & ~states.cached_BN | states.edited_BN) & block_BN & ~restricted_BN
+    return RowDecision(
+        lead=lead,
+        prefix=prefix,
+        future=future,
+        valid_BS=valid_BS,
+        fresh_BS=fresh_BS,
+        reuse_BS=reuse_BS,
+        stored_BS=whole(stored_BN) & fresh_BS,
+        restricted_BS=whole(restricted_BN) & fresh_BS,
+        joining_BS=whole(joining_BN) & fresh_BS,
+        voting_BS=whole(undecoded_BN & block_BN) & fresh_BS,
+    )
+
+
+def plan_rows(decision: RowDecision) -> RowPlan:
+    """The index lists that every layer of a forward uses. Waits for the device."""
+    batch, seq_len = decision.valid_BS.shape
+    fresh_R = decision.fresh_BS.view(-1).nonzero().squeeze(1)
+    reuse_T = decision.reuse_BS.view(-1).nonzero().squeeze(1)
+
+    def packed(mask_BS: Tensor) -> Tensor:
+        return mask_BS.view(-1)[fresh_R]
+
+    restricted_R, voting_R = packed(decision.restricted_BS), packed(decision.voting_BS)
+    store_src = packed(decision.stored_BS).nonzero().squeeze(1)
+    counts = torch.stack([decision.valid_BS.sum(), restricted_R.sum(), voting_R.sum()])
+    num_rows, num_restricted, num_voting = counts.tolist()
     return RowPlan(
         batch=batch,
         seq_len=seq_len,
+        block_len=decision.block_len,
         fresh_R=fresh_R,
         restricted_R=restricted_R,
-        joining_R=(new_R | edited_R) & block_R & ~restricted_R,
-        vote_src=vote_src,
-        vote_dst=(sequence_R * block_len + position_R - lead - prefix)[vote_src],
-        sequence_R=sequence_R,
+        joining_R=packed(decision.joining_BS),
+        vote_R=decision.vote(fresh_R, voting_R),
+        sequence_R=fresh_R // seq_len,
         store_src=store_src,
-        store_dst=(sequence_R * window + position_R - lead)[store_src],
-        reuse_src=(reuse_T // seq_len) * window + reuse_T % seq_len - lead,
+        store_dst=decision.entry(fresh_R[store_src]),
+        reuse_src=decision.entry(reuse_T),
         reuse_dst=reuse_T,
-        block_len=block_len,
         num_rows=num_rows,
-        num_restricted=int(restricted_R.sum()),
-        all_fresh=fresh_R.numel() == batch * seq_len,
+        num_restricted=num_restricted,
+        num_voting=num_voting,
     )
+
+
+def true_places(mask_T: Tensor, count: int) -> Tensor:
+    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
+    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import NO_TOKEN, RowPlan
+from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, true_places
 from epoch_moe.plan.support import SupportState, uses_support
 from epoch_moe.routing import RouterSpec
 
@@ -272,15 +272,13 @@ class RowStore:
         entry_R = masks.entry_T[fresh_R]
         reuse_dst = true_places(masks.reuse_T, reuse)
         store_src = true_places(masks.stored_T[fresh_R], stored)
-        vote_src = true_places(masks.vote_T[fresh_R], votes)
         rows = KeyedRowPlan(
             batch=self.max_slots,
             seq_len=self.window,
             fresh_R=fresh_R,
             restricted_R=masks.restricted_T[fresh_R],
             joining_R=masks.joining_T[fresh_R],
-            vote_src=vote_src,
-            vote_dst=entry_R[vote_src],
+            vote_R=torch.where(masks.vote_T[fresh_R], entry_R, self.max_slots * self.window),
             sequence_R=keys.slot_T[fresh_R],
             store_src=store_src,
             store_dst=entry_R[store_src],
@@ -289,7 +287,7 @@ class RowStore:
             block_len=self.window,
             num_rows=valid,
             num_restricted=restricted,
-            all_fresh=fresh == ids_T.shape[0],
+            num_voting=votes,
             num_rows_total=ids_T.shape[0],
             entry_R=entry_R,
         )
@@ -494,8 +492,3 @@ def decide(
         forwards_S=forwards_S,
         trouble=trouble,
     )
-
-
-def true_places(mask_T: Tensor, count: int) -> Tensor:
-    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
-    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
