@@ -154,8 +154,8 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
-        self._trace(forward, step.rows, routing)
         assert step.state.cache_MH is not None and isinstance(step.rows, RowPlan)
+        self._trace(forward, step.rows, routing)
         shard = DenseShard(step.rows, step.state.cache_MH)
         return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
 
