@@ -251,9 +251,10 @@ def test_machine_code() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_machine_code_of_all_cases(arch: int) -> None:
-    facts = compile_elsewhere("grouped_mlp", arch)
+    facts = compile_elsewhere("grouped_mlp", arch, timeout=580)
     assert len(facts) == {80: 30, 90: 36}[arch]
     for fact in facts:
         assert_promises(fact, arch)

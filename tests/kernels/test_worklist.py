@@ -158,8 +158,9 @@ def test_machine_code() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_machine_code_of_all_cases(arch: int) -> None:
-    facts = compile_elsewhere("worklist", arch)
+    facts = compile_elsewhere("worklist", arch, timeout=580)
     assert {fact["name"].partition("[")[0] for fact in facts} == {"worklist_count", "worklist_scan", "worklist_place"}
     assert all(fact["spill_bytes"] == 0 for fact in facts), facts

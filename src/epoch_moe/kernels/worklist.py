@@ -231,7 +231,7 @@ def _worklist(
             BLOCK_E=_block_e(num_experts),
             BLOCK_N=tiles,
             PART=PART,
-            num_warps=_place_warps(block),
+            num_warps=8,
             num_stages=1,
         )
     return out
@@ -264,13 +264,11 @@ def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tenso
     return DeviceWorklist(pair_P, rank_RK, counts_E, offsets_E, tile_expert_N, tile_row_N, num_tiles, block_m)
 
 
-def _place_warps(block: int) -> int:
-    return 8 if block > BLOCK else 4
-
-
 def _check(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None) -> None:
     if ids_RK.dim() != 2 or ids_RK.dtype != torch.int64:
         raise ValueError(f"ids_RK is {ids_RK.dtype} {tuple(ids_RK.shape)}: expected torch.int64 [rows, top_k]")
+    if ids_RK.numel() >= 2**31:
+        raise ValueError(f"ids_RK has {ids_RK.numel()} pairs: positions are 32-bit integers, expected fewer than 2**31")
     if num_experts < 1 or block_m < 1:
         raise ValueError(f"num_experts={num_experts}, block_m={block_m}: expected 1 or more of both")
     if count is not None and (count.dtype != torch.int32 or tuple(count.shape) != (1,)):
@@ -351,7 +349,7 @@ def aot_cases() -> list[AotCase]:
                 function=_place_kernel,
                 signature=place_signature,
                 constexprs=place,
-                num_warps=_place_warps(block),
+                num_warps=8,
                 num_stages=1,
                 bytes_moved=(8 + 4 + 4) * num_pairs + schedule_bytes + (4 * blocks * num_experts if blocks > 1 else 0),
             )
