@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
+from epoch_moe.config import EpochConfig
+from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
-from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.padded import PaddedRowPlan
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.routing import (
@@ -154,8 +156,12 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
-        assert step.state.cache_MH is not None and isinstance(step.rows, RowPlan)
         self._trace(forward, step.rows, routing)
+        assert step.state.cache_MH is not None
+        if isinstance(step.rows, PaddedRowPlan):
+            out_TH, counts_E = planned_lane(x_TH, step.rows, routing, self.weights.stacked, step.state.cache_MH)
+            forward.counters.add_layer(self.index, step.rows.count, counts_E)
+            return out_TH
         shard = DenseShard(step.rows, step.state.cache_MH)
         return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
 
@@ -181,9 +187,23 @@ class EpochMoEBlock(nn.Module):
             dtype=x_TH.dtype,
             pools_RE=pools_RE,
             shared=self._shared_support(forward),
+            by=self._selection(scores, rows, forward.config, x_TH.dtype, pools_RE),
         )
         support.count(forward.counters, self.index)
         return x_RH, routing
+
+    def _selection(
+        self,
+        scores: Scores,
+        rows: RowPlan | PaddedRowPlan,
+        config: EpochConfig,
+        dtype: torch.dtype,
+        pools_RE: Tensor | None,
+    ) -> DeviceSelection | None:
+        """Who chooses experts: the kernels for rows in their padded form, else torch."""
+        if isinstance(rows, RowPlan):
+            return None
+        return DeviceSelection(scores, self._gate()[1], self.spec.router, config, rows, dtype, pools_RE)
 
     def _dense(
         self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None, shared: _SharedExpert | None = None
@@ -207,10 +227,15 @@ class EpochMoEBlock(nn.Module):
         return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
 
     def _trace(
-        self, forward: ForwardPlan | DenseForward | None, rows: RowPlan | Tensor | None, routing: Routing
+        self,
+        forward: ForwardPlan | DenseForward | None,
+        rows: RowPlan | PaddedRowPlan | Tensor | None,
+        routing: Routing,
     ) -> None:
         """Tell who listens where the layer's rows go."""
         if self.slot.tracer is not None:
+            if isinstance(rows, PaddedRowPlan):
+                raise RuntimeError("a trace was started within a block of backend='triton': start it between blocks")
             self.slot.tracer.add_layer(self.index, forward, rows, routing.ids_TK, routing.weights_TK)
 
     def _gate(self) -> tuple[Tensor, Tensor | None]:
@@ -273,11 +298,11 @@ class EpochMoEBlock(nn.Module):
             stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
         else:
             stacked = self.weights.stacked  # `BlockPlanContext.begin_block` has checked it
-        worklist = build_worklist(ids_RK, stacked.down_EHF.shape[0])
+        requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
+        backend = pick_backend(requested, stacked, x_RH, weights_RK)
+        worklist = worklist_for(backend, x_RH, ids_RK, stacked)
         if forward is not None:
             forward.counters.add_layer(self.index, own_rows, worklist.counts_E)
-        requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
-        backend = pick_backend(requested, stacked)
         return run_experts(x_RH, ids_RK, weights_RK, stacked, backend, worklist)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:

@@ -18,7 +18,7 @@ from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import pick_backend
 from epoch_moe.experts.shard import keep_experts
-from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.families import SHAPES, describe_block
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
@@ -116,10 +116,9 @@ class PatchState:
         """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
         return next((block.spec.router.block_size for block in self.blocks.values()), None)
 
-    def ensure_stacked(self) -> None:
-        """Stack expert weights whose storage was replaced since the last use."""
-        for block in self.blocks.values():
-            block.weights.ensure()
+    def ensure_stacked(self) -> list[Stacked]:
+        """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
+        return [block.weights.ensure() for block in self.blocks.values()]
 
     @property
     def device(self) -> torch.device:

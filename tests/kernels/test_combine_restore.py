@@ -95,10 +95,10 @@ def row_plan(this):
     store_src = torch.nonzero(this.store_R[: this.fresh] >= 0).flatten()
     none = fresh_R[:0]
     return RowPlan(
-        batch=1, seq_len=this.source_T.numel(), fresh_R=fresh_R, restricted_R=none, joining_R=none, vote_src=none,
-        vote_dst=none, sequence_R=none, store_src=store_src, store_dst=this.store_R[store_src],
+        batch=1, seq_len=this.source_T.numel(), fresh_R=fresh_R, restricted_R=none, joining_R=none, vote_R=none,
+        sequence_R=none, store_src=store_src, store_dst=this.store_R[store_src],
         reuse_src=-(this.source_T[reuse_dst] + 2), reuse_dst=reuse_dst, block_len=0, num_rows=this.source_T.numel(),
-        num_restricted=0, all_fresh=False,
+        num_restricted=0, num_voting=0,
     )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 Shape suffixes: R rows, K top-k, P pairs, H hidden, F expert inner size, E experts.
 
-Two ways to multiply the segments, chosen by `pick_backend`: `torch.nn.functional.grouped_mm` where it fits, and a
-loop over the experts that have pairs elsewhere. Both read the weights of active experts only.
+Three ways to multiply the segments, chosen by `pick_backend`: the Triton kernels on a GPU (`epoch_moe.experts.device`),
+`torch.nn.functional.grouped_mm` where that fits, and a loop over the experts that have pairs elsewhere. All read the
+weights of active experts only.
 
 With a `workspace` the pairs go through in runs of consecutive experts. An expert's segment is never cut, so the matrix
 products are the same ones, and so is every bit of the result where rows are multiples of 64 bytes (as in every released
@@ -14,18 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
 from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.worklist import Worklist, build_worklist, combine
 
-Backend = Literal["auto", "grouped", "loop", "reference"]
-BACKENDS: tuple[Backend, ...] = ("auto", "grouped", "loop", "reference")
+if TYPE_CHECKING:
+    from epoch_moe.kernels.worklist_reference import DeviceWorklist
+
+Backend = Literal["auto", "triton", "grouped", "loop", "reference"]
+BACKENDS: tuple[Backend, ...] = ("auto", "triton", "grouped", "loop", "reference")
 
 
 def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
@@ -55,12 +60,55 @@ def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     return True, ""
 
 
-def pick_backend(requested: Backend, stacked: Experts) -> Backend:
-    """The backend that will run: ``"auto"`` resolved, an impossible request refused with the reason."""
+def supports_kernels(stacked: Experts, *inputs: Tensor, workspace: int | None = None) -> tuple[bool, str]:
+    """Whether the Triton kernels compute these experts on these inputs, and if not, why."""
+    from epoch_moe.kernels.launch import supports_triton
+
+    weights = (*stacked.projections, stacked.down_EHF)
+    fits, reason = supports_triton(weights[0].device)
+    if not fits:
+        return False, reason
+    if weights[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False, f"the kernels take float32, bfloat16 or float16, the experts are {weights[0].dtype}"
+    for view in weights:
+        if view.stride(2) != 1:
+            return False, f"weight strides {view.stride()}: the kernels need contiguous rows"
+    if any(x.dtype != weights[0].dtype for x in inputs[:1]):
+        return False, f"the rows are {inputs[0].dtype}, the experts {weights[0].dtype}: the kernels need one dtype"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*weights, *inputs)):
+        return False, "gradients are required, and the kernels have no backward pass: run under torch.no_grad()"
+    if workspace is not None:
+        return False, "the kernels keep to no workspace limit"
+    return True, ""
+
+
+def pick_backend(
+    requested: Backend, stacked: Experts, *inputs: Tensor, workspace: int | None = None
+) -> Backend:
+    """The backend that will run: ``"auto"`` resolved, an impossible request refused with the reason.
+
+    ``"auto"`` is ``"triton"`` on a GPU that runs the kernels, where no gradient is needed; else ``"grouped"`` where
+    that fits, else ``"loop"``.
+
+    Args:
+        requested: what was asked for.
+        stacked: the experts.
+        inputs: what they are run on: the rows, then anything else that may need gradients.
+        workspace: as `run_experts` will get it.
+
+    Raises:
+        ValueError: no such backend, or one that is not possible here.
+    """
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     if requested in ("loop", "reference"):
         return requested
+    if requested == "triton" or (requested == "auto" and stacked.down_EHF.device.type == "cuda"):
+        fits, reason = supports_kernels(stacked, *inputs, workspace=workspace)
+        if fits:
+            return "triton"
+        if requested == "triton":
+            raise ValueError(f"backend='triton' is not possible here: {reason}; use backend='auto'")
     fits, reason = supports_grouped_mm(stacked)
     if requested == "grouped" and not fits:
         raise ValueError(f"backend='grouped' is not possible here: {reason}; use backend='auto' or 'loop'")
@@ -95,13 +143,22 @@ def _segments_loop(x_PH: Tensor, stacked: Experts, counts: list[int] | None, off
     return out_PH
 
 
+def worklist_for(
+    backend: Backend, x_RH: Tensor, ids_RK: Tensor, stacked: Experts
+) -> Worklist | DeviceWorklist:
+    """The worklist that `run_experts` takes with this backend."""
+    if backend == "triton":
+        return device_worklist(x_RH, ids_RK, stacked)
+    return build_worklist(ids_RK, stacked.down_EHF.shape[0])
+
+
 def run_experts(
     x_RH: Tensor,
     ids_RK: Tensor,
     weights_RK: Tensor,
     stacked: Experts,
     backend: Backend,
-    worklist: Worklist | None = None,
+    worklist: Worklist | DeviceWorklist | None = None,
     workspace: int | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: ``[R,H]`` in the dtype of ``x_RH``.
@@ -112,14 +169,16 @@ def run_experts(
         weights_RK: fp32 combine weights, scaling included.
         stacked: the layer's expert weights.
         backend: as `pick_backend` returned it.
-        worklist: of ``ids_RK``, when the caller has it already.
+        worklist: of ``ids_RK`` by `worklist_for`, when the caller has it already.
         workspace: bytes that intermediates may take beside the pairs' outputs ``[P,H]``, as far as single experts and
             single rows fit; the same result. Reads the counts on the host; not differentiable. None = no limit.
     """
     if backend == "reference":
         return experts_reference(x_RH, ids_RK, weights_RK, stacked)
     if worklist is None:
-        worklist = build_worklist(ids_RK, stacked.down_EHF.shape[0])
+        worklist = worklist_for(backend, x_RH, ids_RK, stacked)
+    if not isinstance(worklist, Worklist):
+        return run_device(x_RH, weights_RK, stacked, worklist)
     segments = _segments_grouped if backend == "grouped" else _segments_loop
     if workspace is not None:
         return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace)

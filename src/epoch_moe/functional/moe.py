@@ -72,7 +72,7 @@ def moe_forward(
     if out is not None:
         _check_out(out, x_TH, topk_ids_TK, topk_weights_TK)
     ids_TK = local_ids(topk_ids_TK, views.num_experts, expert_range, expert_map)
-    picked = pick_backend(backend, views)
+    picked = pick_backend(backend, views, x_TH, topk_weights_TK, workspace=workspace)
     y_TH = run_experts(x_TH, ids_TK, topk_weights_TK.float(), views, picked, workspace=workspace)
     return y_TH if out is None else out.copy_(y_TH)
 

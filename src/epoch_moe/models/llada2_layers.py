@@ -82,7 +82,7 @@ class LLaDA2MoeSparseMoeBlock(nn.Module):
         ids_TK, weights_TK, logits_TE = self.gate(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden)
         stacked = self._weights.differentiable() if torch.is_grad_enabled() else self._weights.ensure()
-        routed_TH = run_experts(x_TH, ids_TK, weights_TK, stacked, pick_backend("auto", stacked))
+        routed_TH = run_experts(x_TH, ids_TK, weights_TK, stacked, pick_backend("auto", stacked, x_TH, weights_TK))
         out = routed_TH.view(batch, seq_len, hidden)
         if self.config.num_shared_experts:
             out = out + self.shared_experts(hidden_states)

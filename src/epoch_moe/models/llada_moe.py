@@ -57,7 +57,7 @@ class LLaDAMoESparseMoeBlock(nn.Module):
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing, _ = route(x_TH, self.gate.weight, self.expert_bias, self.spec)
         stacked = self._weights.differentiable() if torch.is_grad_enabled() else self._weights.ensure()
-        backend = pick_backend("auto", stacked)
+        backend = pick_backend("auto", stacked, x_TH, routing.weights_TK)
         return run_experts(x_TH, routing.ids_TK, routing.weights_TK, stacked, backend).view(hidden_states.shape)
 
 

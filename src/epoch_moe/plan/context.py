@@ -8,7 +8,7 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.views import Experts
+from epoch_moe.freshlane.device import compact_for
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.counters import Counters
@@ -41,8 +43,8 @@ class Patched(Protocol):
         """For each MoE layer."""
         ...
 
-    def ensure_stacked(self) -> None:
-        """Stack expert weights whose storage was replaced since the last use."""
+    def ensure_stacked(self) -> Sequence[Experts]:
+        """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
         ...
 
     @property
@@ -101,9 +103,11 @@ class BlockPlanContext:
                 f"blocks of {pool}, so prefix rows that share one with the block change with it; use a prefix of whole "
                 "routing blocks, or prefix_constant=False"
             )
-        self._patched.ensure_stacked()
+        layers = self._patched.ensure_stacked()
         self._open = True
         if self.config is not None:
+            # A trace is made of lists.
+            alone = self._patched.ep is None and self._patched.slot.tracer is None
             self._plan = BlockPlan(
                 self.config,
                 self.counters.num_layers,
@@ -113,6 +117,7 @@ class BlockPlanContext:
                 prefix_constant=prefix_constant,
                 future=future,
                 counters=self.counters,
+                compact=compact_for(self.config, layers) if alone else None,
             )
 
     def end_block(self) -> None:
