@@ -86,6 +86,14 @@ CASES = {
 }
 
 
+class InAnyOrder(RowPlan):
+    """Packed rows that are all of the forward's, but not in their order."""
+
+    @property
+    def all_fresh(self):
+        return False
+
+
 def row_plan(this):
     """The same forward as the library's torch path is told of it."""
     fresh_T = torch.nonzero(this.source_T >= 0).flatten()
@@ -94,7 +102,7 @@ def row_plan(this):
     fresh_R[this.source_T[fresh_T]] = fresh_T
     store_src = torch.nonzero(this.store_R[: this.fresh] >= 0).flatten()
     none = fresh_R[:0]
-    return RowPlan(
+    return InAnyOrder(
         batch=1, seq_len=this.source_T.numel(), fresh_R=fresh_R, restricted_R=none, joining_R=none, vote_R=none,
         sequence_R=none, store_src=store_src, store_dst=this.store_R[store_src],
         reuse_src=-(this.source_T[reuse_dst] + 2), reuse_dst=reuse_dst, block_len=0, num_rows=this.source_T.numel(),
