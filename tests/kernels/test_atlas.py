@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.atlas import compile_support_device
@@ -191,6 +192,36 @@ def test_two_runs_are_equal_whatever_the_scratch_memory_held(case: Case) -> None
     finally:
         torch.use_deterministic_algorithms(before)
     assert torch.equal(first, second)
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    spec = RouterSpec(kind="softmax", num_experts=3, top_k=1)
+    selection = torch.tensor([[[-0.0, 0.0, -1.0]]])
+    vote = torch.ones(1, 1, dtype=torch.bool)
+    assert compile_support_device(selection, selection, vote, spec, 1.0, 1).tolist() == [[True, False, False]]
+
+
+def test_a_row_within_rounding_of_its_target_is_not_short() -> None:
+    spec = RouterSpec(kind="softmax", num_experts=4, top_k=2)
+    almost = 0.25 - 2**-24
+    # Row 0 holds 0 and, by row 1, 3: together its target of 0.75 but for the last bits. Row 1 has more than its own.
+    combine = torch.tensor([[[0.5, 0.5, 0.0, almost], [0.0, 0.0, 0.125, 1.0]]])
+    selection = torch.tensor([[[4.0, 3.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]])
+    case = Case(spec, selection, combine, torch.ones(1, 2, dtype=torch.bool), 0.75, 2)
+    assert case.reference().tolist() == [[True, False, False, True]]
+    assert torch.equal(case.kernel(), case.reference())
+    combine[0, 0, 3] = 0.25 - 2**-16
+    assert case.reference().tolist() == [[True, True, False, True]]
+    assert torch.equal(case.kernel(), case.reference())
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Fake CUDA tensors have no values: reading one raises."""
+    with FakeTensorMode():
+        scores = torch.rand(2, 3, 64, device="cuda")
+        vote, only = torch.ones(2, 3, device="cuda").bool(), torch.ones(2, device="cuda").bool()
+        support_GE = compile_support_device(scores, scores, vote, LLADA_MOE, 0.95, 4, only)
+    assert support_GE.device.type == "cuda" and support_GE.shape == (2, 64) and support_GE.dtype == torch.bool
 
 
 def test_nobody_votes() -> None:

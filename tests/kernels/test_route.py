@@ -10,6 +10,7 @@ from helpers import Golden, load_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.route import route
@@ -230,11 +231,23 @@ def test_all_scores_equal() -> None:
     ids, weights, _ = route(torch.zeros(2, 12), None, spec, dtype=torch.float32)
     assert ids.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
-    # -0.0 and 0.0 are the same score.
-    softmax = RouterSpec(kind="softmax", num_experts=3, top_k=3)
-    bias = torch.tensor([-1.0, -0.0, 0.0]) - torch.tensor([0.0, 0.25, 0.25])
-    ids, _, _ = route(torch.zeros(1, 3), bias, softmax, dtype=torch.float32)
-    assert ids.tolist() == [[1, 2, 0]]
+
+
+def test_softmax_weights_are_rounded_to_nearest_even() -> None:
+    """Halfway between two bf16 numbers, once below an even one and once above."""
+    spec = RouterSpec(kind="softmax", num_experts=2, top_k=2)
+    bias = torch.tensor([1.0, 3.0]) / 2**9
+    ids, weights, _ = route(torch.zeros(1, 2), bias, spec, dtype=torch.bfloat16)
+    assert ids.tolist() == [[1, 0]]
+    assert weights.tolist() == [[0.5 + 2**-7, 0.5]] == [(0.5 + bias[[1, 0]]).bfloat16().tolist()]
+
+
+def test_an_expert_that_a_bias_shuts_out_is_never_chosen() -> None:
+    spec = RouterSpec(kind="sigmoid_group", num_experts=3, top_k=3)
+    bias = torch.tensor([0.0, float("-inf"), 0.0])
+    actual = route(torch.tensor([[0.0, 9.0, 1.0]]), bias, spec, dtype=torch.float32)
+    assert actual[0].tolist() == [[2, 0, NO_EXPERT]] and actual[1][0, 2] == 0
+    assert_same(actual, route_reference(torch.tensor([[0.0, 9.0, 1.0]]), bias, spec, dtype=torch.float32), spec)
 
 
 def test_a_short_row_trades_a_group_without_usable_experts() -> None:
@@ -289,6 +302,34 @@ def test_two_runs_are_bit_equal_whatever_the_buffers_held(case: Case) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- operator, bad input
+
+
+def planned(logits_RE: Tensor, support_GE: Tensor, group_R: Tensor, count: Tensor) -> Result:
+    return route(logits_RE, None, LLADA_MOE, dtype=torch.bfloat16, support_GE=support_GE, group_R=group_R, count=count)
+
+
+def planned_args(device: str) -> tuple[Tensor, ...]:
+    return (
+        torch.randn(4, 64, device=device),
+        torch.ones(2, 64, dtype=torch.bool, device=device),
+        torch.zeros(4, dtype=torch.int64, device=device),
+        torch.ones(1, dtype=torch.int32, device=device),
+    )
+
+
+def test_compiled_forwards_pass_through() -> None:
+    args = planned_args("cpu")
+    compiled = torch.compile(planned, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(*args), planned(*args), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Fake CUDA tensors have no values: reading one raises."""
+    with FakeTensorMode():
+        ids, weights, total = planned(*planned_args("cuda"))
+    assert {ids.device.type, weights.device.type, total.device.type} == {"cuda"}
+    assert ids.shape == weights.shape == (4, 8) and total.shape == (4,)
 
 
 def operator_cases() -> list[Case]:
