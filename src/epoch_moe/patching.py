@@ -6,9 +6,10 @@ Nothing is patched at import, no class is changed, and nothing is global: a patc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from epoch_moe.experts.grouped import pick_backend
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
-from epoch_moe.freshlane.expert_parallel import ExpertParallel, checksum
+from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.slot import PlanSlot
@@ -130,17 +132,6 @@ class PatchState:
         for block in self.blocks.values():
             down_EHF = block.weights.stacked.down_EHF
             block(down_EHF.new_zeros(batch, rows, down_EHF.shape[1]))
-
-    def describe(self) -> dict[str, str]:
-        """What ranks that share the experts must agree on."""
-        gates = [tensor for block in self.blocks.values() for tensor in block._gate() if tensor is not None]
-        blocks = list(self.blocks.values())
-        return {
-            "MoE layers": str(len(blocks)),
-            "routing": str(blocks[0].spec.router),
-            "expert weights": str(blocks[0].weights.stacked.down_EHF.dtype),
-            "router weights (checksum)": checksum(gates),
-        }
 
     def bytes_per_expert(self) -> list[int]:
         """For each MoE layer."""
@@ -255,7 +246,7 @@ def patch(
         source = module if spec.layout == "fused" else getattr(module, spec.experts)
         pick_backend(backend, ExpertWeights(source, spec.layout).outline())
     if ep_group is not None:
-        new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, new)
+        new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))
     for path, module, spec in prepared:
         block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend, new.ep)
         if not block.weights.is_stacked():
@@ -357,14 +348,14 @@ def _split(
     group: Any,
     layout: Layout,
     capacity: int | None,
-    state: PatchState,
+    describe: Callable[[], dict[str, str]],
 ) -> ExpertParallel:
     """Reduce the blocks to this rank's experts."""
     counts = {path: spec.router.num_experts for path, _, spec in prepared}
     if len(set(counts.values())) != 1:
         raise ValueError(f"expert parallelism needs layers with equally many experts, this model has {counts}")
     num_experts = next(iter(counts.values()))
-    ep = ExpertParallel(num_experts, group, layout=layout, capacity=capacity, describe=state.describe)
+    ep = ExpertParallel(num_experts, group, layout=layout, capacity=capacity, describe=describe)
     for _, module, spec in prepared:
         keep_experts(module, spec.layout, spec.experts, ep.experts)
     return ep

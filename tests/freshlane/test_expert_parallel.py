@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import collect, run_ranks, start_ranks
+from distributed import run_ranks
+from ep_model import PROMPTS, answers, whole_model
 from helpers import GOLDEN
 
 import epoch_moe
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
-from epoch_moe.decoding import is_canvas_model, loop_of
 from epoch_moe.experts.shard import LocalExperts
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending
 from epoch_moe.freshlane.local import DenseShard
 from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
-from epoch_moe.plan.context import BlockPlanContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
 CONFIGS: dict[str, EpochConfig | None] = {
@@ -37,28 +33,6 @@ CONFIGS: dict[str, EpochConfig | None] = {
         max_experts_per_rank=3,
     ),
 }
-PROMPTS = [[5, 9, 2, 77, 31], list(range(20, 33)), [60], [8, 1, 1, 40, 3, 99, 12, 7, 7], [44, 3]]
-
-
-def options_of(model: Any) -> dict[str, Any]:
-    if is_canvas_model(model.config):
-        return {"gen_length": 8, "block_length": 4, "steps": 8, "eos_token_id": 1}
-    return {"gen_length": 16, "block_length": 8, "threshold": 0.05, "eos_token_id": 1}
-
-
-def answers(model: Any, prompts: list[list[int]], config: EpochConfig | None) -> list[list[int]]:
-    if not prompts:
-        return []
-    out = loop_of(model)(model, prompts, plan=config, **options_of(model))
-    return [answer.tolist() for answer in out.answers]
-
-
-def whole_model(source: str) -> Any:
-    model, _ = load_model(source, dtype="float32")
-    if "llada2" in source and "one_rank" in os.environ.get("EPOCH_MOE_TEST_ROUTING", ""):
-        for layer in model.model.layers[1:]:
-            layer.mlp.gate.expert_bias[:8] += 10.0  # all pairs go to the first half of the experts
-    return model
 
 
 def decode_on_ranks(rank: int, sources: list[str], want: dict[str, list[list[int]]]) -> dict[str, int]:
@@ -256,75 +230,3 @@ def test_a_fixed_capacity_gives_the_same_tokens_or_an_error() -> None:
     want = one_process([source])[f"{source} exact"]
     for message in run_ranks(2, decode_with_capacity, source, want):
         assert "capacity=3" in message
-
-
-def disagree(rank: int, what: str, source: str) -> None:
-    model = whole_model(source)
-    if what == "weights" and rank == 1:
-        model.model.layers[1].mlp.gate.weight.data[0, 0] += 1.0
-    epoch_moe.patch(model, EpochConfig(refresh_interval=5 + (rank if what == "plan" else 0)), ep_group=dist.group.WORLD)
-    answers(model, PROMPTS[:1], model._epoch_moe.config)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [("plan", "disagree on plan: rank 0: .*refresh_interval=5.*rank 1: .*refresh_interval=6"),
-     ("weights", r"disagree on router weights \(checksum\)")],
-)  # fmt: skip
-def test_ranks_that_differ_are_told_at_the_first_block(what: str, message: str) -> None:
-    for kind, value in collect(*start_ranks(2, disagree, what, str(GOLDEN / "llada2"), collective_timeout=30)):
-        assert kind == "error" and value[0] == "ExpertParallelError"
-        assert re.search(message, value[1]), value[1]
-
-
-def other_prompts(rank: int, source: str) -> None:
-    model = whole_model(source)
-    epoch_moe.patch(model, ep_group=dist.group.WORLD, ep_layout="replicated")
-    answers(model, PROMPTS[:1], EpochConfig())  # the same, so far
-    answers(model, PROMPTS[: 1 + rank], EpochConfig())
-
-
-def test_replicated_ranks_with_other_prompts_are_an_error() -> None:
-    for kind, value in collect(*start_ranks(2, other_prompts, str(GOLDEN / "llada2"), collective_timeout=20)):
-        assert kind == "error" and value[0] == "ExpertParallelError"
-        assert "would run different forwards next" in value[1]
-
-
-def killed(rank: int, source: str, victim: int) -> None:
-    model = whole_model(source)
-    epoch_moe.patch(model, EpochConfig(), ep_group=dist.group.WORLD)
-    if rank == victim:
-        original = BlockPlanContext.end_iteration
-        seen = []
-
-        def fatal(self: BlockPlanContext, *args: Any, **kwargs: Any) -> None:
-            seen.append(1)
-            if len(seen) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, *args, **kwargs)
-
-        BlockPlanContext.end_iteration = fatal  # type: ignore[method-assign]
-    for _ in range(50):
-        answers(model, [PROMPTS[rank]], EpochConfig())
-
-
-def kill_one_rank(runs: int) -> None:
-    for run in range(runs):
-        victim = run % 4
-        processes, folder = start_ranks(4, killed, str(GOLDEN / "llada2"), victim, collective_timeout=20)
-        results = collect(processes, folder, deadline=90)
-        assert results[victim] == ("lost", -signal.SIGKILL)
-        for rank, (kind, value) in enumerate(results):
-            if rank != victim:
-                assert kind == "error" and value[0] == "ExpertParallelError", (rank, kind, value)
-                assert f"failed on rank {rank}" in value[1]
-
-
-def test_a_rank_that_is_killed_within_a_block_ends_the_others() -> None:
-    kill_one_rank(1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_twenty_kills_and_no_hang() -> None:
-    kill_one_rank(20)

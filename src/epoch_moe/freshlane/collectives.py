@@ -141,6 +141,13 @@ class Ranks:
             _named(name, lambda: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.group))
         return out
 
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's value (something that can be pickled), in rank order."""
+        everyone: list[Any] = [value] * self.world
+        if self.world > 1:
+            _named(name, lambda: dist.all_gather_object(everyone, value, group=self.group))
+        return everyone
+
     def agree(self, what: dict[str, str], name: str = "comparing the ranks' settings") -> None:
         """Refuse to go on where the ranks describe themselves differently.
 
@@ -151,10 +158,7 @@ class Ranks:
         Raises:
             ExpertParallelError: naming the first setting that differs, and every rank's value of it.
         """
-        everyone: list[Any] = [None] * self.world
-        if self.world == 1:
-            return
-        _named(name, lambda: dist.all_gather_object(everyone, what, group=self.group))
+        everyone = self.gather_objects(what, name)
         for key in sorted(set().union(*everyone)):
             values = [other.get(key, "nothing") for other in everyone]
             if len(set(values)) > 1:

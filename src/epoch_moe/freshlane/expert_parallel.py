@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epoch_moe.config import EpochConfig
+from epoch_moe.freshlane.agreement import plan_number
 from epoch_moe.freshlane.collectives import ExpertParallelError, Ranks
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher, Layout
 
@@ -45,7 +47,7 @@ class ExpertParallel:
         group: a process group or one-dimensional DeviceMesh.
         layout: ``"sharded"``: every rank has its own sequences; ``"replicated"``: all have the same.
         capacity: see `FreshLaneDispatcher`.
-        describe: gives what the ranks must agree on, key -> text; called before a decode's first forward.
+        describe: gives what the ranks must agree on, key -> text; called before the first forward.
 
     Attributes:
         dispatcher: carries the rows of all layers, one after the other.
@@ -66,7 +68,7 @@ class ExpertParallel:
         self.describe = describe
         self.idle_plan: Any = None
         self.deferred = False
-        self._agreed: set[str] = set()
+        self._agreed = False
 
     @property
     def ranks(self) -> Ranks:
@@ -118,41 +120,60 @@ class ExpertParallel:
         y_RH: Tensor = returning.wait()
         return y_RH
 
-    def agree_once(self, plan: str) -> None:
-        """Before the first forward under a plan: refuse a decode that the ranks understand differently.
+    def agree_once(self) -> None:
+        """Before the first forward: refuse ranks whose models or settings differ.
 
         Raises:
             ExpertParallelError: naming what differs, see `Ranks.agree`.
         """
-        if plan in self._agreed:
+        if self._agreed:
             return
-        world = {"layout of rows": self.layout, "capacity": str(self.dispatcher.capacity), "plan": plan}
-        self.ranks.agree(world | self.describe(), "comparing models and settings before the first forward")
-        self._agreed.add(plan)
+        settings = {"layout of rows": self.layout, "capacity": str(self.dispatcher.capacity)}
+        self.ranks.agree(settings | self.describe(), "comparing models and settings before the first forward")
+        self._agreed = True
 
-    def most_urgent(self, turn: Turn, ids_BS: Tensor | None = None) -> Turn:
-        """What the ranks do next, given this rank's wish.
+    def most_urgent(
+        self, turn: Turn, config: EpochConfig | None, ids_BS: Tensor | None = None
+    ) -> tuple[Turn, EpochConfig | None]:
+        """What the ranks do next, given this rank's wish, and under which plan.
 
         Args:
             turn: the wish.
+            config: this rank's plan; None: dense.
             ids_BS: token ids of the forward, which replicated ranks compare: rows of another number or order would end
                 a collective in the middle, and with some backends the process.
 
         Raises:
-            ExpertParallelError: a rank is lost; or, with replicated rows, the ranks wish for different things.
+            ExpertParallelError: a rank is lost; or two ranks would decode under different plans; or, with replicated
+                rows, the ranks wish for different things.
         """
-        content = 0
+        content, plan = 0, plan_number(str(config))
         if self.layout == "replicated" and ids_BS is not None:
             places = torch.arange(1, ids_BS.numel() + 1, device=ids_BS.device).view_as(ids_BS)
             content = int((ids_BS * places).sum()) * 4_099 + ids_BS.shape[0] * 65_537 + ids_BS.shape[1]
-        wishes = torch.tensor([int(turn), -int(turn), content, -content], device=self.ranks.device())
-        most, least, high, low = self.ranks.maximum(wishes, "agreeing on the next forward").tolist()
+        own = torch.tensor([int(turn), content, plan], device=self.ranks.device())
+        largest = self.ranks.maximum(torch.cat([own, -own]), "agreeing on the next forward").tolist()
+        most, high, last_plan, least, low, first_plan = largest
+        if last_plan != -first_plan:
+            config = self._one_plan(turn, config)
         if self.layout == "replicated" and (most != -least or high != -low):
             raise ExpertParallelError(
                 f"rank {self.ranks.rank} and another one would run different forwards next: with layout='replicated' "
                 "all ranks decode the same sequences; give all the same prompts, settings and random seed"
             )
-        return Turn(most)
+        return Turn(most), config
+
+    def _one_plan(self, turn: Turn, config: EpochConfig | None) -> EpochConfig | None:
+        """The plan of the ranks that have something to decode; called by all, where their plans differ."""
+        everyone = self.ranks.gather_objects((turn, config), "comparing plans")
+        decoding = [(rank, other) for rank, (wish, other) in enumerate(everyone) if wish != Turn.DONE]
+        if any(other != decoding[0][1] for _, other in decoding):
+            by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in decoding)
+            raise ExpertParallelError(
+                f"the ranks of the expert-parallel group disagree on plan: {by_rank}. All decode under one plan at a "
+                "time: give all of them the same, and end one decode (or `in_step`) before the next one has another"
+            )
+        return decoding[0][1] if decoding else config
 
 
 class SharedSupport:
@@ -190,16 +211,6 @@ class SharedSupport:
         for part in everyone:
             out = out + part
         return out
-
-
-def checksum(tensors: list[Tensor]) -> str:
-    """A short text that differs where the tensors' bits do (all but surely)."""
-    total = 0
-    for number, tensor in enumerate(tensors):
-        words = tensor.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
-        places = torch.arange(1, words.numel() + 1, device=words.device) % 65_521
-        total = (total * 31 + int((words * places).sum()) + number) % (1 << 61)
-    return f"{total:016x}"
 
 
 def world_group() -> Any:

@@ -242,15 +242,16 @@ class BlockPlanContext:
 
     def _take_turn(self, turn: Turn, ids_BS: Tensor | None = None) -> None:
         """Join what is more urgent on other ranks, until it is this rank's turn."""
-        ep = self._patched.ep
+        ep, config = self._patched.ep, self.config
         assert ep is not None
-        ep.agree_once(str(self.config))
-        while (most := ep.most_urgent(turn, ids_BS)) != turn:
-            self._join(most)
+        ep.agree_once()
+        while (most := ep.most_urgent(turn, config, ids_BS))[0] != turn:
+            self._join(*most)
+            config = most[1]
 
-    def _join(self, turn: Turn) -> None:
+    def _join(self, turn: Turn, config: EpochConfig | None) -> None:
         """A forward of other ranks, without rows of this one; its supports are kept up to date."""
-        if self.config is None or turn == Turn.PREFILL:
+        if config is None or turn == Turn.PREFILL:
             nothing_11 = torch.zeros(1, 1, dtype=torch.bool, device=self._patched.device)
             dense = DenseForward(self.counters, nothing_11.shape, nothing_11)
             with self._patched.slot.activate(dense):
@@ -259,15 +260,10 @@ class BlockPlanContext:
         ep = self._patched.ep
         assert ep is not None
         plan: BlockPlan | None = ep.idle_plan
-        if plan is None or turn == Turn.BEGIN:
+        if plan is None or turn == Turn.BEGIN or plan.config != config:
+            sizes = {"batch": 1, "window": 1, "prefix": 0}
             plan = ep.idle_plan = BlockPlan(
-                self.config,
-                self.counters.num_layers,
-                batch=1,
-                window=1,
-                prefix=0,
-                prefix_constant=False,
-                counters=self.counters,
+                config, self.counters.num_layers, **sizes, prefix_constant=False, counters=self.counters
             )
         shape = (plan.batch, plan.window)
         forward = plan.next_forward(
