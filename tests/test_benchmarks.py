@@ -119,3 +119,23 @@ def test_memory_at_scale_bounds_what_it_promises(tmp_path):
             assert limited["counted_bytes"] < ways[name]["counted_bytes"]
     first, *_, last = forwards.values()
     assert last["ways"]["freshlane"]["counted_bytes"] < 0.5 * first["ways"]["freshlane"]["counted_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_load_at_scale_keeps_its_share_only(tmp_path):
+    path = tmp_path / "load.json"
+    done = run("load_at_scale.py", "--quick", "--ranks", "2", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    parts = result["parts"]
+    assert result["one_process"]["parameter_bytes"] == parts["rest"] + parts["experts"]
+    for rank in result["ranks"]:
+        assert rank["parameter_bytes"] == parts["rest"] + parts["experts"] // 2
+        assert rank["parameter_bytes"] < rank["peak_anonymous_bytes"] <= rank["promised_bytes"]
+    # Two layers of 256 experts with three projections of 64 x 512.
+    assert parts["experts"] == 2 * 256 * 3 * 64 * 512 * 2
+    flash = result["llada2_flash"]
+    biases = 31 * 256 * 2  # fp32
+    assert sum(flash["parts"].values()) == 2 * 102_889_705_216 + biases  # the released number of parameters
+    assert flash["bytes_per_rank"]["8"] < flash["promised_on_8"] < 80e9
