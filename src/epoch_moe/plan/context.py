@@ -261,9 +261,14 @@ class BlockPlanContext:
         assert ep is not None
         plan: BlockPlan | None = ep.idle_plan
         if plan is None or turn == Turn.BEGIN or plan.config != config:
-            sizes = {"batch": 1, "window": 1, "prefix": 0}
             plan = ep.idle_plan = BlockPlan(
-                config, self.counters.num_layers, **sizes, prefix_constant=False, counters=self.counters
+                config,
+                self.counters.num_layers,
+                batch=1,
+                window=1,
+                prefix=0,
+                prefix_constant=False,
+                counters=self.counters,
             )
         shape = (plan.batch, plan.window)
         forward = plan.next_forward(
