@@ -126,8 +126,15 @@ class Forward:
     scores: Scores
 
 
-def trace(shape: Shape, knobs: Knobs, batch: int, seed: int) -> Iterator[Forward]:
-    """The forwards of one block of ``batch`` sequences, one layer."""
+def trace(
+    shape: Shape, knobs: Knobs, batch: int, seed: int, layer_E: Tensor | None = None, unmask_seed: int | None = None
+) -> Iterator[Forward]:
+    """The forwards of one block of ``batch`` sequences, one layer.
+
+    Args:
+        layer_E: the part that is common to all rows of the layer, for several blocks of one layer; None: a new one.
+        unmask_seed: of tokens and the order of their unmasking, for several layers of one block; None: ``seed``.
+    """
     generator = torch.Generator().manual_seed(seed)
     experts, spread = shape.router.num_experts, knobs.spread
 
@@ -135,7 +142,7 @@ def trace(shape: Shape, knobs: Knobs, batch: int, seed: int) -> Iterator[Forward
         return torch.randn(*size, experts, generator=generator)
 
     split = max(knobs.turnover - 1.0, 0.0)
-    layer_E = normal()
+    layer_E = normal() if layer_E is None else layer_E
 
     def common() -> tuple[Tensor, Tensor]:
         """Common parts ``[B,1,E]`` of one block's MASK rows and of its decoded rows."""
@@ -155,8 +162,9 @@ def trace(shape: Shape, knobs: Knobs, batch: int, seed: int) -> Iterator[Forward
     _, before_B1E = common()
     lead_BNE = logits(before_B1E, normal(batch, BLOCK))
     mask_B1E, decoded_B1E = common()
-    tokens_BN = torch.randint(MASK + 1, 1000, (batch, BLOCK), generator=generator)
-    step_BN = torch.stack([torch.randperm(BLOCK, generator=generator) for _ in range(batch)]) // PER_FORWARD
+    order = generator if unmask_seed is None else torch.Generator().manual_seed(unmask_seed)
+    tokens_BN = torch.randint(MASK + 1, 1000, (batch, BLOCK), generator=order)
+    step_BN = torch.stack([torch.randperm(BLOCK, generator=order) for _ in range(batch)]) // PER_FORWARD
     own_BNE = normal(batch, BLOCK)
     for number in range(FORWARDS):
         live_BN1 = (step_BN >= number).unsqueeze(-1)

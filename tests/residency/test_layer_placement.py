@@ -24,9 +24,12 @@ def always(expert: int, rows: int, reuse: float) -> str:
     st.sampled_from((*ONLINE, "belady", "profile")),
     st.integers(0, EXPERTS),
     st.lists(st.sets(st.integers(0, EXPERTS - 1)), min_size=1, max_size=8),
+    st.booleans(),
     st.integers(0, 2**16),
 )
-def test_every_step_keeps_its_promises(name: str, slots: int, passes: list[set[int]], seed: int) -> None:
+def test_every_step_keeps_its_promises(
+    name: str, slots: int, passes: list[set[int]], carry_out: bool, seed: int
+) -> None:
     options = {}
     if name == "belady":
         options["future"] = [[sorted(one) for one in passes]]
@@ -47,6 +50,14 @@ def test_every_step_keeps_its_promises(name: str, slots: int, passes: list[set[i
             assert evicted not in needed
             assert expert not in before.values()
             content[slot] = expert
+        table = {int(s): e for e, s in enumerate(placement.slot_of_E) if s != NOT_HERE}
+        assert table == content
+        for move in steps.swaps:  # when the pass has used both
+            expert, slot, evicted = move
+            assert expert in steps.bypass and evicted in steps.hits and content[slot] == evicted
+            if carry_out:
+                placement.swap(move)
+                content[slot] = expert
         loaded = [expert for expert, _, _ in steps.loads]
         assert len(set(loaded)) == len(loaded) and len({slot for _, slot, _ in steps.loads}) == len(loaded)
         assert steps.hits == sorted(needed & set(before.values()))
@@ -71,7 +82,7 @@ def test_counts_are_of_experts_and_of_pairs() -> None:
     assert steps.hits == [2] and steps.loads == [(1, 0, 0)] and steps.bypass == [3]
     assert placement.counts == PlacementCounts(
         forwards=3, demanded=8, hits=2, misses=6, hit_pairs=3, miss_pairs=8,
-        loads=4, evictions=2, bypassed=2, bypassed_pairs=2,
+        loads=4, swaps=0, evictions=2, bypassed=2, bypassed_pairs=2,
     )  # fmt: skip
     total = placement.counts + placement.counts
     assert (total.loads, total.bypassed_pairs) == (8, 4)
@@ -104,3 +115,18 @@ def test_forgotten_experts_leave_their_slots() -> None:
 def test_impossible_slots_are_refused() -> None:
     with pytest.raises(ValueError, match=r"slots=5: expected 0 to num_experts=4"):
         LayerPlacement(5, 4)
+
+
+def test_a_swap_waits_until_the_pass_has_used_who_leaves() -> None:
+    policy, placement = make_policy("belady", 1, 3, 1, future=[[[0], [0, 1], [1]]]), LayerPlacement(1, 3)
+    steps = None
+    for number, ids in enumerate([[0], [0, 1]]):
+        demand = demand_of(ids, number, 3)
+        policy.observe(demand)
+        steps = placement.plan(demand, policy, always)
+    assert steps is not None and (steps.hits, steps.loads, steps.bypass) == ([0], [], [1])
+    assert steps.swaps == [(1, 0, 0)] and placement.resident == [0]
+    placement.swap(steps.swaps[0])
+    assert placement.resident == [1] and placement.counts.swaps == 1
+    with pytest.raises(ValueError, match="slot 0 holds expert 1: expected 0"):
+        placement.swap(steps.swaps[0])

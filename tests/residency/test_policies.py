@@ -14,6 +14,7 @@ from epoch_moe.residency.demand import RowClass
 from epoch_moe.residency.placement import LayerPlacement
 from epoch_moe.residency.policies import POLICIES, make_policy, next_uses
 from epoch_moe.residency.retention import KEPT, Retention
+from epoch_moe.residency.simulate import bound_counts
 
 EXPERTS = 6
 
@@ -34,6 +35,8 @@ def replay(policy: object, passes: list[list[int]], slots: int) -> list[tuple[se
         demand = demand_of(needed, number, EXPERTS)
         policy.observe(demand)
         steps = placement.plan(demand, policy, always)
+        for move in steps.swaps:
+            placement.swap(move)
         seen.append((set(placement.resident), set(steps.hits)))
     return seen
 
@@ -54,6 +57,9 @@ def test_lru_and_lfu_keep_what_their_rules_say(name: str, slots: int) -> None:
             worth = last if name == "lru" else uses
             for expert in sorted(set(needed) - resident, key=lambda e: (-worth[e], e)):
                 victims = sorted(resident - set(needed), key=lambda e: (worth[e], -e))
+                # Who is needed now gives way to nobody who is worth no more.
+                victims += sorted((e for e in resident & set(needed) if worth[e] < worth[expert]), key=lambda e: -e)
+                victims.sort(key=lambda e: (worth[e], -e))
                 if len(resident) == slots:
                     if not victims:
                         continue
@@ -77,11 +83,13 @@ def test_interval_moves_at_refreshes_only_and_takes_the_experts_with_most_rows()
         demand = demand_of(ids, number, EXPERTS, cold=cold)
         policy.observe(demand)
         steps = placement.plan(demand, policy, always)
+        for move in steps.swaps:
+            placement.swap(move)
         residents.append(placement.resident)
-        loads.append(sorted(expert for expert, _, _ in steps.loads))
-    assert residents == [[0, 2], [3, 4], [3, 4], [3, 4], [3, 4], [0, 2]]
-    # In the third pass 5 and 4 have most rows, but the pass itself needs 3, so 5 waits.
-    assert loads == [[0, 2], [3, 4], [], [], [], [0, 2]]
+        loads.append((sorted(expert for expert, _, _ in steps.loads), steps.swaps))
+    assert residents == [[0, 2], [3, 4], [4, 5], [4, 5], [4, 5], [0, 2]]
+    # In the third pass 4 and 5 have most rows, but the pass itself needs 3, which goes when it was used.
+    assert loads == [([0, 2], []), ([3, 4], []), ([], [(5, 0, 3)]), ([], []), ([], []), ([2], [(0, 0, 5)])]
 
 
 def test_static_holds_its_profile_or_what_came_first() -> None:
@@ -108,19 +116,18 @@ def best_hits(passes: list[list[int]], slots: int) -> int:
     return best(0, frozenset())
 
 
-def test_belady_cannot_be_beaten_where_passes_are_single_experts() -> None:
-    # One expert per pass: that a pass keeps what it needs costs nothing.
+@pytest.mark.parametrize("most", [1, 4])
+def test_belady_cannot_be_beaten(most: int) -> None:
     better_than_lru = 0
     for seed in range(25):
-        draw = random.Random(seed)
-        passes = [[draw.randrange(EXPERTS)] for _ in range(14)]
+        passes = random_passes(seed, length=9 if most > 1 else 14, most=most)
         for slots in (1, 2, 3):
             policy = make_policy("belady", 1, EXPERTS, slots, future=[passes])
             hits = sum(len(hits) for _, hits in replay(policy, passes, slots))
-            assert hits == best_hits(passes, slots)
+            assert hits == bound_counts(passes, slots, EXPERTS).hits == best_hits(passes, slots)
             lru = sum(len(hits) for _, hits in replay(make_policy("lru", 1, EXPERTS, slots), passes, slots))
             better_than_lru += hits > lru
-    assert better_than_lru > 40
+    assert better_than_lru > 30  # else the passes would be too easy
 
 
 def test_belady_does_not_admit_what_is_used_later_than_all_residents() -> None:
@@ -154,6 +161,13 @@ def retention(**options: float) -> Retention:
     return Retention(1, EXPERTS, 3, **options)
 
 
+def expected_uses(policy: Retention) -> torch.Tensor:
+    """The part of the value that comes from rows and what they turn to."""
+    state = policy._layers[0]
+    assert state is not None
+    return policy._uses_E(state)[0]
+
+
 def rows(*classes: RowClass) -> dict[str, torch.Tensor]:
     return {"class_R": torch.tensor(classes, dtype=torch.int8)}
 
@@ -173,7 +187,7 @@ def test_rows_about_to_be_committed_give_up_their_experts() -> None:
         policy.observe(demand_of([[0, 1]], number, EXPERTS, cold=True))
         policy.end_forward(torch.tensor([confidence]))
         policy.observe(demand_of([[0, 1]], number + 1, EXPERTS))
-        values.append(policy.value_E(0))
+        values.append(expected_uses(policy))
     unsure_E, sure_E = values
     assert float(unsure_E[0]) > 2 * float(sure_E[0])
     assert float(sure_E[2]) > float(unsure_E[2]) + 0.1  # what new rows go to gains instead
@@ -183,7 +197,7 @@ def test_stable_rows_count_more_as_their_refresh_comes_near_and_commit_rows_for_
     def value(row: RowClass, to_refresh: int | None) -> float:
         policy = retention(history=0.0)
         policy.observe(demand_of([[0, 1]], 0, EXPERTS, to_refresh=to_refresh, **rows(row)))
-        return float(policy.value_E(0)[0])
+        return float(expected_uses(policy)[0])
 
     assert value(RowClass.STABLE, 1) > value(RowClass.STABLE, 4) > value(RowClass.STABLE, None) == 0.0
     assert value(RowClass.COMMIT, 1) == 0.0

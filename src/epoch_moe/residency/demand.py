@@ -180,6 +180,7 @@ def dense_demand(
     num_experts: int,
     row_R: Tensor | None = None,
     seq_len: int | None = None,
+    lead: int = 0,
     cold: bool = False,
 ) -> Demand:
     """The demand of a layer without a plan: every row goes through the experts on every forward.
@@ -189,7 +190,7 @@ def dense_demand(
         ids_RK, weights_RK: routing of the rows.
         num_experts: E.
         row_R: which rows these are; None: all, in order.
-        seq_len: S.
+        seq_len, lead: S and C.
         cold: the forward has other rows than the one before it.
     """
     rows = ids_RK.shape[0]
@@ -204,4 +205,5 @@ def dense_demand(
         to_refresh=None,
         num_experts=num_experts,
         seq_len=seq_len,
+        lead=lead,
     )

@@ -21,20 +21,27 @@ Decide = Callable[[int, int, float], Literal["load", "compute"]]
 """``decide(expert, rows, predicted_reuse)``: is moving a missing expert worth it, or are its rows computed there?"""
 
 
+Move = tuple[int, int, int]
+"""``(expert, slot, evicted)``: an expert to bring into a slot, and who leaves it (-1: it is empty)."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """What one forward of a layer does, in this order.
 
     Attributes:
         hits: experts of this forward that lie in a slot already.
-        loads: ``(expert, slot, evicted)``: experts to bring into a slot, and who leaves it (-1: it is empty). May hold
-            experts that this forward does not use, where the policy fills the slots at once.
+        loads: experts to bring into a slot before they are used. May hold experts that this forward does not use,
+            where the policy fills the slots at once.
         bypass: experts of this forward that are computed where they lie.
+        swaps: bypassed experts that shall take the slot of a hit when both were used. Optional: who puts the weights
+            there calls `LayerPlacement.swap`, and until then nothing has changed.
     """
 
     hits: list[int]
-    loads: list[tuple[int, int, int]]
+    loads: list[Move]
     bypass: list[int]
+    swaps: list[Move] = field(default_factory=list)
 
 
 @dataclass
@@ -46,9 +53,10 @@ class PlacementCounts:
         demanded: experts asked for, summed over forwards: ``hits + misses``.
         hits, misses: of those, how many lay in a slot and how many did not.
         hit_pairs, miss_pairs: their (row, expert) pairs.
-        loads: experts brought in, also where nothing asked for them.
+        loads: experts brought in, also where nothing asked for them, and swaps.
+        swaps: of those, how many took the place of an expert that the same forward used.
         evictions: experts that left a slot.
-        bypassed, bypassed_pairs: experts computed where they lie, and their pairs.
+        bypassed, bypassed_pairs: experts computed where they lie, and their pairs; among them those of swaps.
     """
 
     forwards: int = 0
@@ -58,6 +66,7 @@ class PlacementCounts:
     hit_pairs: int = 0
     miss_pairs: int = 0
     loads: int = 0
+    swaps: int = 0
     evictions: int = 0
     bypassed: int = 0
     bypassed_pairs: int = 0
@@ -94,10 +103,12 @@ class LayerPlacement:
         return sorted(expert for expert in self._expert_in if expert != NOT_HERE)
 
     def plan(self, demand: Demand, policy: Policy, decide: Decide) -> Steps:
-        """Decide about every expert that a forward asks for, and keep the outcome as the new placement.
+        """Decide about every expert that a forward asks for, and keep the loads as the new placement.
 
-        What the forward needs never leaves in it. Where more is asked for than fits, and where the policy or the cost
-        rule says so, experts are bypassed. Who carries the steps out and fails calls `forget`.
+        What the forward needs does not leave before it was used: where a missed expert is worth more than one that is
+        needed now, it is bypassed, and may take that one's slot afterwards (`Steps.swaps`). Where more is asked for
+        than fits, and where the policy or the cost rule says so, experts are bypassed. Who carries the steps out and
+        fails calls `forget`.
 
         Args:
             demand: of this layer in this forward; ``policy.observe`` has seen it.
@@ -105,103 +116,105 @@ class LayerPlacement:
             decide: the cost rule, asked about each missed expert that the policy lets in.
         """
         needed = demand.experts
-        counts_E: list[int] = demand.counts_E.tolist()
         slot_of: list[int] = self.slot_of_E.tolist()
         hits = [expert for expert in needed if slot_of[expert] != NOT_HERE]
         missed = [expert for expert in needed if slot_of[expert] == NOT_HERE]
-        loads: list[tuple[int, int, int]] = []
-        free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
+        counts_E: list[int] = demand.counts_E.tolist()
         wanted = policy.placement(demand.layer)
-        brought: set[int] = set()
         if wanted is not None:
-            brought = self._hold(list(dict.fromkeys(wanted))[: self.slots], set(needed), free, loads)
-        bypass = self._admit(
-            [expert for expert in missed if expert not in brought],
-            set(needed) | brought,
-            counts_E,
-            demand.layer,
-            policy,
-            decide,
-            free,
-            loads,
-        )
-        self._carry_out(loads)
+            chosen = self._hold(list(dict.fromkeys(wanted))[: self.slots], set(needed), set(missed))
+        elif missed:
+            chosen = self._admit(missed, set(needed), counts_E, demand.layer, policy, decide)
+        else:
+            chosen = [], []
+        loads, swaps = chosen
+        for expert, slot, evicted in loads:
+            self._put(expert, slot, evicted)
+        loaded = {expert for expert, _, _ in loads}
+        bypass = [expert for expert in missed if expert not in loaded]
         self._count(counts_E, hits, missed, loads, bypass)
-        return Steps(hits, loads, bypass)
+        return Steps(hits, loads, bypass, swaps)
 
-    def _hold(
-        self, wanted: list[int], needed: set[int], free: deque[int], loads: list[tuple[int, int, int]]
-    ) -> set[int]:
-        """Loads that bring the wanted experts in, as far as others than wanted and needed ones can leave."""
-        keep = set(wanted) | needed
-        leaving = deque(slot for slot, expert in enumerate(self._expert_in) if expert not in keep | {NOT_HERE})
-        brought: set[int] = set()
+    def swap(self, move: Move) -> None:
+        """One of `Steps.swaps` was carried out."""
+        expert, slot, evicted = move
+        if self._expert_in[slot] != evicted:
+            raise ValueError(f"slot {slot} holds expert {self._expert_in[slot]}: expected {evicted}, as it was planned")
+        self._put(expert, slot, evicted)
+        self.counts.loads += 1
+        self.counts.swaps += 1
+        self.counts.evictions += 1
+
+    def _hold(self, wanted: list[int], needed: set[int], missed: set[int]) -> tuple[list[Move], list[Move]]:
+        """Moves that bring the wanted experts in, in the place of others."""
+        free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
+        others = [slot for slot, expert in enumerate(self._expert_in) if expert not in (NOT_HERE, *wanted)]
+        idle = deque(slot for slot in others if self._expert_in[slot] not in needed)
+        busy = deque(slot for slot in others if self._expert_in[slot] in needed)
+        loads: list[Move] = []
+        swaps: list[Move] = []
         for expert in wanted:
             if int(self.slot_of_E[expert]) != NOT_HERE:
                 continue
-            if not free and not leaving:
-                break
-            slot = free.popleft() if free else leaving.popleft()
-            loads.append((expert, slot, self._expert_in[slot]))
-            brought.add(expert)
-        return brought
+            if free or idle:
+                slot = free.popleft() if free else idle.popleft()
+                loads.append((expert, slot, self._expert_in[slot]))
+            elif busy and expert in missed:
+                slot = busy.popleft()
+                swaps.append((expert, slot, self._expert_in[slot]))
+        return loads, swaps
 
     def _admit(
         self,
         missed: list[int],
-        keep: set[int],
+        needed: set[int],
         counts_E: list[int],
         layer: int,
         policy: Policy,
         decide: Decide,
-        free: deque[int],
-        loads: list[tuple[int, int, int]],
-    ) -> list[int]:
-        """Add a load for each missed expert that comes in; returns the others."""
-        if not missed:
-            return []
-        taken = {slot for _, slot, _ in loads}
+    ) -> tuple[list[Move], list[Move]]:
+        """Moves that bring missed experts in: the most valuable first, in the place of the least valuable."""
         value_E: list[float] = policy.value_E(layer).tolist()
-        # The least valuable resident leaves first, of equals the higher id; the most valuable miss is asked first.
-        leaving = deque(
-            sorted(
-                (
-                    slot
-                    for slot, expert in enumerate(self._expert_in)
-                    if expert != NOT_HERE and expert not in keep and slot not in taken
-                ),
-                key=lambda slot: (value_E[self._expert_in[slot]], -self._expert_in[slot]),
-            )
-        )
-        bypass: list[int] = []
+        free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
+        held = [expert for expert in self._expert_in if expert != NOT_HERE]
+        leaving = deque(sorted(held, key=lambda expert: (value_E[expert], -expert)))
+        loads: list[Move] = []
+        coming: list[int] = []
+        going: list[int] = []
         for expert in sorted(missed, key=lambda expert: (-value_E[expert], expert)):
+            # Who is needed now gives way only to who is worth more; no miss that follows is.
+            while leaving and leaving[0] in needed and value_E[expert] <= value_E[leaving[0]]:
+                leaving.popleft()
             if not free and not leaving:
-                bypass.append(expert)
+                break
+            victim = None if free else leaving[0]
+            if not policy.admit(layer, expert, victim):
                 continue
-            victim = None if free else self._expert_in[leaving[0]]
-            if (
-                not policy.admit(layer, expert, victim)
-                or decide(expert, counts_E[expert], policy.reuse(layer, expert)) == "compute"
-            ):
-                bypass.append(expert)
+            if decide(expert, counts_E[expert], policy.reuse(layer, expert)) == "compute":
                 continue
-            slot = free.popleft() if free else leaving.popleft()
-            loads.append((expert, slot, self._expert_in[slot]))
-        return sorted(bypass)
+            if victim is None:
+                loads.append((expert, free.popleft(), NOT_HERE))
+            else:
+                coming.append(expert)
+                going.append(leaving.popleft())
+        # Idle experts leave now, needed ones when they were used.
+        going.sort(key=lambda expert: expert in needed)
+        moves = [(new, int(self.slot_of_E[old]), old) for new, old in zip(coming, going, strict=True)]
+        idle = sum(old not in needed for old in going)
+        return loads + moves[:idle], moves[idle:]
 
-    def _carry_out(self, loads: list[tuple[int, int, int]]) -> None:
-        for expert, slot, evicted in loads:
-            if evicted != NOT_HERE:
-                self.slot_of_E[evicted] = NOT_HERE
-            self.slot_of_E[expert] = slot
-            self._expert_in[slot] = expert
+    def _put(self, expert: int, slot: int, evicted: int) -> None:
+        if evicted != NOT_HERE:
+            self.slot_of_E[evicted] = NOT_HERE
+        self.slot_of_E[expert] = slot
+        self._expert_in[slot] = expert
 
     def _count(
         self,
         counts_E: list[int],
         hits: list[int],
         missed: list[int],
-        loads: list[tuple[int, int, int]],
+        loads: list[Move],
         bypass: list[int],
     ) -> None:
         counts = self.counts

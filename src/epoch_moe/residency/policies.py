@@ -51,7 +51,7 @@ class Policy(Protocol):
 
         Args:
             confidence_T: fp32, probability of the token that the decoder drew for each row; NaN = none was drawn.
-            live_T: bool, rows that are undecoded now.
+            live_T: bool, rows that were live in it; the confidences of others say nothing.
         """
         ...
 
@@ -159,8 +159,7 @@ class Interval(UsagePolicy):
     """TIDE's rule (arXiv 2605.20179): every ``interval`` forwards a layer takes in the experts with the most rows.
 
     It does so on a block's first forward and on every ``interval``-th after it, and on all forwards of the first block.
-    In between nothing moves and misses are computed where they lie. An expert that the refreshing forward itself uses
-    stays until a later refresh, also where others have more rows: a pass never loses what it needs.
+    In between nothing moves and misses are computed where they lie.
 
     Args:
         num_layers, num_experts, slots: as for every policy.

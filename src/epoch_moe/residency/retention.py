@@ -1,6 +1,6 @@
 """`Retention`: keep the experts that the next forwards will probably use, judged by rows and the decoder's confidence.
 
-The value of an expert is the chance that some row uses it in the next forwards. Per layer it comes from three sources:
+The value of an expert is about the chance that some row uses it in the next forwards. Per layer it comes from:
 
 * **Rows.** What each row of the window was routed to lately, times the chance that it is routed there again. That
   chance depends on what the row will be by then: a live row stays live, or is committed and becomes new, which changes
@@ -8,11 +8,18 @@ The value of an expert is the chance that some row uses it in the next forwards.
   discounted until then. Rows that are not seen again in the block count for nothing.
 * **Turnover.** The branches that rows are expected to change go to other experts, in proportion to how often rows of
   that kind used each of them.
-* **History.** The share of recent forwards that used the expert: what is left when a block ends and all rows change.
+* **The block's end.** When no row is left live, all rows change at once. The share of blocks' first forwards that used
+  an expert takes the rows' place then, discounted by how many forwards the end is away.
+* **History.** The share of recent forwards that used the expert, for all that lies farther ahead.
 
 How often rows keep their branches is counted as the decode goes on, by what the row is now, by how many of its forwards
 ago it used the expert, and by the place of the branch in the row's order of routing weights: heavy branches last
-longer, and the count says by how much. The counts start from what was measured on released models.
+longer, and the count says by how much. How confidence and commits go together is counted too, so no threshold need be
+known. The counts start from what was measured on released models.
+
+The four numbers that `Retention` takes were tried by hand on a few short traces (both tiny checkpoints, 40 problems of
+a seed of their own, and made-up ones of LLaDA2.0-mini's shapes), of which none is among the reported ones. Twice or
+half of each changes hit rates by about a hundredth.
 
 Shape suffixes: L layers, E experts, R rows of a demand, M rows of the window of all sequences, D remembered forwards of
 a row, K top-k, C row classes.
@@ -20,6 +27,7 @@ a row, K top-k, C row classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +64,7 @@ class _Layer:
         kept_CDK, tried_CDK: branches used again, of all that could have been.
         popular_CE: pairs of each expert from rows of each class, old ones fading.
         used_E, forwards: forwards that used each expert and how many there were, old ones fading.
+        cold_E, colds: the same of forwards that began a block.
         window: rows of the window per sequence.
         to_refresh: of the last demand.
     """
@@ -66,7 +75,9 @@ class _Layer:
     tried_CDK: Tensor
     popular_CE: Tensor
     used_E: Tensor
+    cold_E: Tensor
     forwards: float = 0.0
+    colds: float = 0.0
     window: int = -1
     to_refresh: int | None = None
     value_E: Tensor | None = None
@@ -78,8 +89,8 @@ class Retention:
     Args:
         num_layers, num_experts, slots: as for every policy.
         depth: D, forwards of a row that are remembered.
-        discount: what a use is worth less for every forward that it lies farther ahead.
-        history: what the share of recent forwards that used an expert counts beside the rows.
+        discount: what a refresh or the block's end counts less for every forward that it is farther away.
+        history: what the share of recent forwards that used an expert counts.
         memory: forwards after which a use has faded to 1/e.
     """
 
@@ -88,9 +99,9 @@ class Retention:
         num_layers: int,
         num_experts: int,
         slots: int,
-        depth: int = 3,
-        discount: float = 0.7,
-        history: float = 0.5,
+        depth: int = 2,
+        discount: float = 0.3,
+        history: float = 0.25,
         memory: float = 100.0,
     ):
         if depth < 1 or not 0.0 <= discount <= 1.0 or history < 0.0 or memory < 1.0:
@@ -120,6 +131,9 @@ class Retention:
         state.window, state.to_refresh = window, demand.to_refresh
         state.used_E.mul_(self.fade).add_(demand.counts_E > 0)
         state.forwards = state.forwards * self.fade + 1.0
+        if demand.cold:
+            state.cold_E.mul_(self.fade).add_(demand.counts_E > 0)
+            state.colds = state.colds * self.fade + 1.0
         self._count_pairs(state, demand)
         self._remember(state, demand)
         state.value_E = None
@@ -128,7 +142,7 @@ class Retention:
         classes = len(RowClass)
         shape = (classes, self.depth, top_k)
         kept_C = torch.tensor([KEPT[RowClass(number)] for number in range(classes)], dtype=torch.float64)
-        # Older branches: what the row has left once, it returns to about half as often.
+        # Older branches: the row has left them, and returns to a few. A guess, soon counted away.
         lag_D = 0.5 ** torch.arange(self.depth, dtype=torch.float64)
         lag_D[1:] *= 0.5
         return _Layer(
@@ -138,6 +152,7 @@ class Retention:
             tried_CDK=torch.full(shape, PRIOR_ROWS, dtype=torch.float64),
             popular_CE=torch.full((classes, self.num_experts), 1.0 / self.num_experts, dtype=torch.float64),
             used_E=torch.zeros(self.num_experts, dtype=torch.float64),
+            cold_E=torch.zeros(self.num_experts, dtype=torch.float64),
         )
 
     def _count_pairs(self, state: _Layer, demand: Demand) -> None:
@@ -170,17 +185,38 @@ class Retention:
         state.class_M[slot_R] = class_R
 
     def value_E(self, layer: int) -> Tensor:
-        """The chance of a use, see the top of this file; a discounted sum, so not below 1 as a chance would be."""
+        """See the top of this file. A sum of chances, so it may be above 1."""
         state = self._layers[layer]
         if state is None:
             return torch.zeros(self.num_experts, dtype=torch.float64)
         if state.value_E is None:
             share_E = state.used_E / max(state.forwards, 1.0)
-            state.value_E = 1.0 - torch.exp(-self._uses_E(state)) + self.history * share_E
+            uses_E, left = self._uses_E(state)
+            ends_now, ends = self._block_ends(state.class_M, left)
+            within_E = 1.0 - torch.exp(-uses_E)
+            cold_E = state.cold_E / max(state.colds, 1.0)
+            state.value_E = (1.0 - ends_now) * within_E + ends * cold_E + self.history * share_E
         return state.value_E
 
-    def _uses_E(self, state: _Layer) -> Tensor:
-        """Expected pairs of each expert in the next forward, those of later refreshes discounted."""
+    def _block_ends(self, class_M: Tensor, left: float) -> tuple[float, float]:
+        """Chance that the next forward begins a block, and what its demand counts now.
+
+        The forward ends the block when it leaves no row live, of ``left`` expected ones; if commits go on at this rate,
+        that takes ``live / (live - left)`` forwards.
+        """
+        live = int((class_M == RowClass.LIVE).sum())
+        if not live:
+            ends = 0.0 if bool((class_M == RowClass.OTHER).any()) else 1.0
+            return ends, ends
+        now = math.exp(-left)
+        forwards = live / max(live - left, 1e-6)
+        return now, max(now, self.discount ** (forwards - 1.0))
+
+    def _uses_E(self, state: _Layer) -> tuple[Tensor, float]:
+        """Expected pairs of each expert within the block, and how many rows will still be live after this forward.
+
+        Pairs of the next forward count in full, those of a later refresh discounted.
+        """
         class_M = state.class_M
         due_MC = torch.zeros(class_M.numel(), len(RowClass), dtype=torch.float64)
         commit_M = self._commits.chance(class_M.numel())
@@ -201,7 +237,7 @@ class Retention:
         kept_C = torch.einsum("mc,mdk,cdk->c", due_MC, there.double(), chance_CDK)
         changed_C = (branches_C - kept_C).clamp_min(0.0)
         popular_CE = state.popular_CE / state.popular_CE.sum(dim=1, keepdim=True)
-        return uses_E + changed_C @ popular_CE
+        return uses_E + changed_C @ popular_CE, float(due_MC[:, RowClass.LIVE].sum())
 
     def admit(self, layer: int, expert: int, victim: int | None) -> bool:
         """The more valuable of the two stays."""

@@ -317,7 +317,7 @@ def find_parts(
             raise ValueError(f"there is no {key} beside the other experts of {prefix}")
         wanted = shape if not stacked else (header.shape[0], *shape)
         if header.shape != wanted or (stacked and header.shape[0] < experts.stop):
-            raise ValueError(f"{key} has shape {list(header.shape)}: expected {['experts', *shape][not stacked:]}")
+            raise ValueError(f"{key} has shape {list(header.shape)}: expected {['experts', *shape][not stacked :]}")
         if header.dtype not in STORED_DTYPES:
             raise ValueError(f"{key} is stored as {header.dtype}: expected {', '.join(STORED_DTYPES)}")
         dtypes.add(header.dtype)
