@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
 
@@ -159,10 +160,12 @@ class ExpertWeights:
         self.layout.check()
 
     def outline(self) -> Stacked:
-        """What `ensure` would give, of the same shapes and dtype but without memory: to ask whether a backend fits."""
+        """What `ensure` would give, down to the strides but without memory: to ask whether a backend fits."""
         num_experts, inner, hidden = self.layout.sizes()
-        one = self.layout.params()[0].detach().reshape(-1)[:1]
-        return Stacked(one.expand(num_experts, 2 * inner, hidden), one.expand(num_experts, hidden, inner))
+        param = self.layout.params()[0]
+        with FakeTensorMode():
+            sizes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+            return Stacked(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)
