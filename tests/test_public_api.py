@@ -27,6 +27,7 @@ NAMES = [
     "patch",
     "patched",
     "plan_report",
+    "record_trace",
     "register_auto_classes",
     "unpatch",
 ]

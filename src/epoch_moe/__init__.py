@@ -26,6 +26,7 @@ _HOMES = {
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
     "plan_report": "epoch_moe.plan.inferred",
+    "record_trace": "epoch_moe.residency.trace",
     "register_auto_classes": "epoch_moe.models",
     "unpatch": "epoch_moe.patching",
 }
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from epoch_moe.patching import PatchReport, patch, patched, unpatch
     from epoch_moe.plan.context import BlockPlanContext, in_step, open_context
     from epoch_moe.plan.inferred import plan_report
+    from epoch_moe.residency.trace import record_trace
     from epoch_moe.routing import RouterSpec
 
 
