@@ -17,6 +17,7 @@ NAMES = [
     "EpochConfig",
     "EpochMoEBlock",
     "PatchReport",
+    "ResidencyConfig",
     "RouterSpec",
     "__version__",
     "generate",
@@ -27,8 +28,8 @@ NAMES = [
     "patch",
     "patched",
     "plan_report",
-    "record_trace",
     "register_auto_classes",
+    "residency_report",
     "unpatch",
 ]
 
@@ -49,7 +50,7 @@ def test_signatures_are_these() -> None:
 
     loops = ["mask_token_id", "block_length", "editing"]
     ranks = ["ep_group", "ep_layout", "ep_capacity"]
-    assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops, *ranks]
+    assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops, *ranks, "residency"]
     assert parameters(epoch_moe.patched) == ["model", "config", "strict", *loops]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
@@ -57,6 +58,9 @@ def test_signatures_are_these() -> None:
     ]
     assert parameters(epoch_moe.BlockPlanContext.iteration) == [
         "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN",
+    ]
+    assert parameters(epoch_moe.ResidencyConfig) == [
+        "budget", "policy", "source", "spill_dir", "miss", "tier", "drop_cache",
     ]
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
@@ -91,7 +95,7 @@ def test_the_functional_package_is_this() -> None:
         ("import epoch_moe", ["torch", "transformers"]),
         (
             "from epoch_moe import EpochConfig, EpochMoEBlock, BlockSpec, RouterSpec, BlockPlanContext, patch, unpatch,"
-            " patched, PatchReport",
+            " patched, PatchReport, ResidencyConfig, residency_report",
             ["transformers"],
         ),
     ],

@@ -16,7 +16,8 @@ _HOMES = {
     "BlockSpec": "epoch_moe.block",
     "EpochConfig": "epoch_moe.config",
     "EpochMoEBlock": "epoch_moe.block",
-    "PatchReport": "epoch_moe.patching",
+    "PatchReport": "epoch_moe.patch_report",
+    "ResidencyConfig": "epoch_moe.residency.config",
     "RouterSpec": "epoch_moe.routing",
     "generate": "epoch_moe.decoding",
     "generate_semi_autoregressive": "epoch_moe.decoding",
@@ -26,8 +27,8 @@ _HOMES = {
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
     "plan_report": "epoch_moe.plan.inferred",
-    "record_trace": "epoch_moe.residency.trace",
     "register_auto_classes": "epoch_moe.models",
+    "residency_report": "epoch_moe.residency.report",
     "unpatch": "epoch_moe.patching",
 }
 
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
     from epoch_moe.decoding import generate, generate_semi_autoregressive
     from epoch_moe.models import load_model, register_auto_classes
-    from epoch_moe.patching import PatchReport, patch, patched, unpatch
+    from epoch_moe.patch_report import PatchReport
+    from epoch_moe.patching import patch, patched, unpatch
     from epoch_moe.plan.context import BlockPlanContext, in_step, open_context
     from epoch_moe.plan.inferred import plan_report
-    from epoch_moe.residency.trace import record_trace
+    from epoch_moe.residency.config import ResidencyConfig
+    from epoch_moe.residency.report import residency_report
     from epoch_moe.routing import RouterSpec
 
 

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, worklist_for
-from epoch_moe.experts.layouts import LayoutName
+from epoch_moe.experts.layouts import FUSED, LayoutName
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
+from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.plan.padded import PaddedRowPlan
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
+from epoch_moe.residency.experts import ResidentExperts
 from epoch_moe.routing import (
     RouterSpec,
     Routing,
@@ -99,7 +101,7 @@ class EpochMoEBlock(nn.Module):
         existing = original.__dict__.get("_weights")
         if not isinstance(existing, ExpertWeights) or existing.experts is not experts:
             existing = ExpertWeights(experts, spec.layout)
-        self.weights: ExpertWeights = existing
+        self.weights: ExpertWeights | ResidentExperts = existing
 
     @property
     def original(self) -> nn.Module:
@@ -293,6 +295,8 @@ class EpochMoEBlock(nn.Module):
         own_rows: int,
     ) -> Tensor:
         """The experts that are here."""
+        if isinstance(self.weights, ResidentExperts):
+            return self._run_resident(self.weights, x_RH, ids_RK, weights_RK, forward, own_rows)
         if forward is None:
             # Outside a plan nothing has checked the storage for this forward; gradients go to the parameters.
             stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
@@ -305,7 +309,43 @@ class EpochMoEBlock(nn.Module):
             forward.counters.add_layer(self.index, own_rows, worklist.counts_E)
         return run_experts(x_RH, ids_RK, weights_RK, stacked, backend, worklist)
 
+    def _run_resident(
+        self,
+        experts: ResidentExperts,
+        x_RH: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        forward: ForwardPlan | DenseForward | None,
+        own_rows: int,
+    ) -> Tensor:
+        """The experts that are here, some of them outside of fast memory."""
+        run = torch.compiler.disable(experts.run) if torch.compiler.is_compiling() else experts.run
+        if forward is not None:
+            counts_E = build_worklist(ids_RK, experts.num_experts).counts_E
+            forward.counters.add_layer(self.index, own_rows, counts_E)
+        requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
+        # Rows of other ranks arrive in an order of their own.
+        known = self.ep is None or (self.ep.layout == "replicated" and x_RH.shape[0] == own_rows)
+        return run(x_RH, ids_RK, weights_RK, requested, forward, known)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if isinstance(self.weights, ResidentExperts):
+            raise self.weights.refused("state_dict, and what saves it,")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.weights, ResidentExperts):
+            own = [f"{prefix}{name}" for name in (f"{self.spec.experts}.", *FUSED)]
+            if any(key.startswith(name) for key in state_dict for name in own):
+                raise self.weights.refused("load_state_dict with experts")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:
+        if isinstance(self.weights, ResidentExperts):
+            with self.weights.without_parameters():
+                self._original[0]._apply(fn, recurse)
+            self.weights.apply(fn)
+            return self
         # Through the original: its class may keep some tensors in their own dtype.
         self._original[0]._apply(fn, recurse)
         self.weights.release()  # else the old storage lives on beside the new one until the next forward

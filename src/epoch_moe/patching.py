@@ -17,7 +17,7 @@ from torch import nn
 
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.grouped import pick_backend
+from epoch_moe.experts.grouped import Backend, pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.families import SHAPES, describe_block
@@ -26,69 +26,16 @@ from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
+from epoch_moe.patch_report import PatchReport
 from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.plan.transitions import Hints
-from epoch_moe.tables import Cell, Table
+from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
+from epoch_moe.residency.config import ResidencyConfig
+from epoch_moe.residency.experts import ResidentExperts
+from epoch_moe.residency.state import Residency
 
 ATTRIBUTE = "_epoch_moe"
-
-
-@dataclass(frozen=True)
-class PatchReport:
-    """What a patch did.
-
-    Attributes:
-        family: model family of the patched blocks.
-        patched: module paths of the replaced blocks.
-        skipped: module path -> reason, for MoE-like modules that were left alone.
-        backend: how routed experts are computed.
-        dtype: of the expert weights.
-        expert_bytes: bytes of routed-expert weights, all layers.
-        moved_bytes: bytes copied into stacked storage (0 where it was stacked already).
-        peak_extra_bytes: largest extra memory at one time while stacking.
-        updated: the model was patched before, and only the configuration changed.
-        config: the plan's configuration (None: no plan by default).
-        experts: which experts are on this rank, where they are split over several; else "".
-    """
-
-    family: str
-    patched: list[str]
-    skipped: dict[str, str]
-    backend: str
-    dtype: str
-    expert_bytes: int
-    moved_bytes: int
-    peak_extra_bytes: int
-    updated: bool
-    config: EpochConfig | None = None
-    experts: str = ""
-
-    def __str__(self) -> str:
-        lines = [
-            f"epoch_moe: {'updated' if self.updated else 'patched'} {len(self.patched)} MoE layers ({self.family}), "
-            f"backend {self.backend}, experts {self.expert_bytes / 1e6:,.1f} MB in {self.dtype}, "
-            f"{self.moved_bytes / 1e6:,.1f} MB moved, peak extra {self.peak_extra_bytes / 1e6:,.1f} MB"
-        ]
-        if self.experts:
-            lines.append(f"  {self.experts}")
-        lines += [f"  skipped {path}: {reason}" for path, reason in self.skipped.items()]
-        lines.append(f"  plan: {self.config if self.config is not None else 'none (dense)'}")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows: list[tuple[str, Cell]] = [
-            ("MoE layers updated" if self.updated else "MoE layers patched", len(self.patched)),
-            ("family", self.family),
-            ("plan", str(self.config if self.config is not None else "none (dense)")),
-            ("backend", self.backend),
-            ("expert weights", f"{self.expert_bytes / 1e6:,.1f} MB in {self.dtype}"),
-            ("moved", f"{self.moved_bytes / 1e6:,.1f} MB"),
-            ("peak extra memory", f"{self.peak_extra_bytes / 1e6:,.1f} MB"),
-            *([("experts", self.experts)] if self.experts else []),
-            *((f"skipped: {path}", reason) for path, reason in self.skipped.items()),
-        ]
-        return Table(("epoch_moe.patch", ""), tuple(rows))._repr_html_()
 
 
 @dataclass
@@ -103,6 +50,7 @@ class PatchState:
         device_hooks: module path -> accelerate hook that the block took over from the original.
         inferred: drives plans for loops that open none themselves; None where experts are split over ranks.
         ep: the ranks that the experts are split over; None: all are here.
+        residency: which experts are in fast memory; None: all.
     """
 
     slot: PlanSlot
@@ -112,6 +60,7 @@ class PatchState:
     device_hooks: dict[str, Any] = field(default_factory=dict)
     inferred: InferredPlans | None = None
     ep: ExpertParallel | None = None
+    residency: Residency | None = None
 
     @property
     def routing_block(self) -> int | None:
@@ -175,6 +124,7 @@ def patch(
     ep_group: Any = None,
     ep_layout: Layout = "sharded",
     ep_capacity: int | None = None,
+    residency: ResidencyConfig | None = None,
 ) -> PatchReport:
     """Replace the MoE blocks of ``model`` by `EpochMoEBlock`, in place.
 
@@ -200,24 +150,31 @@ def patch(
             `epoch_moe.generate` (see `epoch_moe.in_step`); plain forwards must be called by all ranks together.
         ep_layout: ``"sharded"``: every rank has its own prompts; ``"replicated"``: all ranks have the same.
         ep_capacity: rows that a rank may send to another one per layer, for buffers of fixed size; None: exact counts.
+        residency: keep a part of the experts in fast memory (docs/residency.md). The others lie in the checkpoint's
+            files, where these hold the model's experts bit for bit, or go to a temporary file. `state_dict` is refused
+            while they are there; `unpatch` brings them back.
 
     Raises:
         ValueError: no MoE block of a known family (``strict``), or one of the last three arguments is no such thing.
-            Or the configuration asks for a backend that these experts rule out.
+            Or the configuration asks for a backend that these experts rule out, or the budget holds no expert.
         TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
     """
     if isinstance(config, str):
         config = EpochConfig.preset(config)
     if config is not None and not isinstance(config, EpochConfig):
         raise TypeError(f"config={config!r}: expected an EpochConfig, a preset name or None")
+    if residency is not None and not isinstance(residency, ResidencyConfig):
+        raise TypeError(f"residency={residency!r}: expected a ResidencyConfig or None")
     hints = Hints(mask_token_id, block_length, editing)
     state = _state(model)
     if state is not None:
+        if residency is not None and (state.residency is None or state.residency.config != residency):
+            raise ValueError("the model is patched already: unpatch it first to change where its experts lie")
         if ep_group is not None and (state.ep is None or state.ep.ranks.group is not Ranks(ep_group).group):
             raise ValueError("the model is patched already: ep_group can only be given to the first patch of a model")
         return _update(state, config, hints)
 
-    backend = "auto" if config is None else config.backend
+    backend, origin = "auto" if config is None else config.backend, origin_of(model)
     found, skipped = _find_blocks(model)
     if not found and strict:
         if skipped:
@@ -235,7 +192,7 @@ def patch(
     prepared: list[tuple[str, nn.Module, BlockSpec]] = []
     for path, (module, spec) in found.items():
         # Everything that can be refused is refused before the first module is touched.
-        reason = refusal(path, module, spec)
+        reason = "" if origin is not None else refusal(path, module, spec)
         if reason and strict:
             raise TypeError(f"{path} cannot be patched: {reason}. Pass strict=False to skip it")
         if reason:
@@ -244,16 +201,21 @@ def patch(
             prepared.append((path, module, spec))
     for _, module, spec in prepared:
         source = module if spec.layout == "fused" else getattr(module, spec.experts)
-        pick_backend(backend, ExpertWeights(source, spec.layout).outline())
+        pick = pick_backend if residency is None else pick_segments
+        pick(backend, ExpertWeights(source, spec.layout).outline())
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))
     for path, module, spec in prepared:
         block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend, new.ep)
+        new.blocks[path] = block
+    if residency is not None and new.blocks:
+        share = None if new.ep is None else new.ep.experts
+        new.residency = attach(residency, new.blocks, origin or known_origin(model), share)
+    for block in new.blocks.values():
         if not block.weights.is_stacked():
             block.weights.ensure()
             moved += block.weights.moved_bytes
             peak = max(peak, block.weights.peak_bytes)
-        new.blocks[path] = block
     for path, block in new.blocks.items():
         parent, name = _parent(model, path)
         parent._modules[name] = block
@@ -261,7 +223,7 @@ def patch(
             new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
     if new.ep is None:
-        new.inferred = InferredPlans(PatchState(slot, config, new.blocks), config, hints)
+        new.inferred = InferredPlans(PatchState(slot, config, new.blocks, residency=new.residency), config, hints)
         # A plan must be there before it is asked for router logits.
         new.hooks.append(base.register_forward_pre_hook(new.inferred.before, with_kwargs=True))
         new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
@@ -277,6 +239,7 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not patched.
         RuntimeError: somebody replaced or wrapped a patched block since; the error names it, and nothing is changed.
+        Or experts cannot be read back from where they lie (`epoch_moe.residency`).
     """
     state = _state(model)
     if state is None:
@@ -305,6 +268,8 @@ def unpatch(model: nn.Module) -> None:
             raise RuntimeError(
                 f"{path}.forward was replaced by {replaced} after patch(): undo that first, then unpatch"
             )
+    if state.residency is not None:
+        detach(state.residency, list(state.blocks.values()))
     for path, block in state.blocks.items():
         parent, name = _parent(model, path)
         parent._modules[name] = block.original
@@ -364,7 +329,7 @@ def _split(
 def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> PatchReport:
     backend = "auto" if config is None else config.backend
     for block in state.blocks.values():
-        pick_backend(backend, block.weights.ensure())  # refuses an impossible one before anything is changed
+        _backend_of(block, backend)  # refuses an impossible one before anything is changed
     _configure(state, config, hints)
     return _report(state, {}, 0, 0, updated=True)
 
@@ -439,7 +404,7 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         family=", ".join(sorted({block.spec.family for block in blocks})),
         patched=list(state.blocks),
         skipped=skipped,
-        backend=pick_backend(blocks[0].backend, stacked[0]) if blocks else "none",
+        backend=_backend_of(blocks[0], blocks[0].backend) if blocks else "none",
         dtype=str(stacked[0].gate_up_E2FH.dtype).removeprefix("torch.") if blocks else "none",
         expert_bytes=sum(s.bytes_per_expert * s.down_EHF.shape[0] for s in stacked),
         moved_bytes=moved,
@@ -450,4 +415,12 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         if state.ep is None
         else f"experts {state.ep.experts.start} to {state.ep.experts.stop - 1} on rank {state.ep.ranks.rank} of "
         f"{state.ep.ranks.world} ({state.ep.layout})",
+        residency="" if state.residency is None else state.residency.summary(),
     )
+
+
+def _backend_of(block: EpochMoEBlock, requested: Backend) -> Backend:
+    """How a block's experts would be computed; an impossible request is refused."""
+    if not isinstance(block.weights, ResidentExperts):
+        return pick_backend(requested, block.weights.ensure())
+    return pick_segments(requested, block.weights.slots)

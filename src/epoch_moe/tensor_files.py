@@ -1,10 +1,21 @@
-"""Headers of safetensors files: what tensors there are, and which bytes they take. No tensor is read."""
+"""Headers of safetensors files and checkpoint folders: what tensors there are, and which bytes they take.
+
+No tensor is read. A missing or truncated shard otherwise shows late and far from its cause, or, as keys that stay
+randomly initialised, not at all.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,28 @@ class TensorHeader:
     file: str
     start: int
     end: int
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names, with a count of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: the file holds none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download or write it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}: expected a JSON object")
+    return content
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
@@ -60,3 +93,48 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         state = "truncated" if size < end else "longer than its header says"
         raise ValueError(f"{path} is {state}: {size} bytes, its header describes {end}; download it again")
     return headers
+
+
+def _read_shards(folder: Path) -> dict[str, TensorHeader]:
+    index_path = folder / INDEX_NAME
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index_path} has no usable 'weight_map' (tensor name -> file name): download it again")
+    shards = sorted(set(weight_map.values()))
+    foreign = [name for name in shards if os.path.basename(name) != name]
+    if foreign:
+        raise ValueError(f"{index_path} names files outside its folder ({some(foreign)}): expected plain file names")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of the {len(shards)} shards that {INDEX_NAME} lists: {some(missing)}; "
+            "download them (an interrupted download leaves such folders)"
+        )
+    headers: dict[str, TensorHeader] = {}
+    for name in shards:
+        headers |= read_header(folder / name)
+    lost = [key for key, shard in weight_map.items() if key not in headers or headers[key].file != shard]
+    if lost:
+        where = {f"{key} (in {weight_map[key]})" for key in lost}
+        raise ValueError(
+            f"{len(lost)} tensors are not in the shard that {INDEX_NAME} says: {some(where)}; shards and index belong "
+            "to different versions, download both again"
+        )
+    return headers
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Headers of all tensors of a checkpoint folder: one file, or shards with an index.
+
+    Raises:
+        FileNotFoundError: for missing weights or shards.
+        ValueError: for damaged files, or an index that does not fit the shards.
+    """
+    # A single file wins over an index, as in transformers.
+    if (folder / WEIGHTS_NAME).is_file():
+        return read_header(folder / WEIGHTS_NAME)
+    if (folder / INDEX_NAME).is_file():
+        return _read_shards(folder)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    found = f"; it has {some(others)}: convert those to safetensors" if others else ""
+    raise FileNotFoundError(f"{folder} has no weights: expected {WEIGHTS_NAME} or {INDEX_NAME} with its shards{found}")

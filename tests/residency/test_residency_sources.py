@@ -43,7 +43,7 @@ def source(path: Path, experts: range = range(E), **options: bool) -> FileSource
     file = TensorFile(path, **options)
     found = find_parts(file.headers, {path.name: file}, PREFIX, experts, F, H)
     assert found is not None
-    return FileSource(*found)
+    return FileSource(*found, Staging(F, H))
 
 
 def read(found: FileSource | HostSource, expert: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -72,14 +72,17 @@ def test_another_dtype_goes_through_staging(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "a.safetensors")
     found = find_parts(file.headers, {"a.safetensors": file}, PREFIX, range(E), F, H)
     assert found is not None
-    staging = Staging(F, H, torch.float32)
+    staging = Staging(F, H)
     got = read(FileSource(*found, staging), 2, torch.bfloat16)
     assert torch.equal(got[0], gate_up[2].bfloat16()) and torch.equal(got[1], down[2].bfloat16())
     # Made bfloat16, then float32 again: the values are bfloat16's.
     got = read(FileSource(*found, staging, (torch.bfloat16,)), 2)
     assert torch.equal(got[0], gate_up[2].bfloat16().float()) and torch.equal(got[1], down[2].bfloat16().float())
-    with pytest.raises(TypeError, match=r"holds torch\.float32, the memory torch\.bfloat16"):
-        read(FileSource(*found), 2, torch.bfloat16)
+    steps = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
+    got = read(FileSource(*found, staging).convert(*steps[0]).convert(*steps[1]), 2)
+    assert torch.equal(got[1], down[2].bfloat16().float())
+    host = HostSource(gate_up, down).convert(*steps[0]).convert(*steps[1])
+    assert torch.equal(read(host, 2)[1], down[2].bfloat16().float())
 
 
 def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

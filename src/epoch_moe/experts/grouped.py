@@ -193,6 +193,31 @@ def run_experts(
 
 
 _Segments = Callable[[Tensor, Experts, "list[int] | None", Tensor], Tensor]
+_SEGMENTS: dict[Backend, _Segments] = {"grouped": _segments_grouped, "loop": _segments_loop}
+
+
+def pick_segments(requested: Backend, stacked: Experts) -> Backend:
+    """The backend for weights that lie in pieces: one that computes expert by expert, ``"grouped"`` or ``"loop"``.
+
+    Raises:
+        ValueError: another one was requested, or one that is not possible here.
+    """
+    if requested == "auto":
+        return "grouped" if supports_grouped_mm(stacked)[0] else "loop"
+    if requested in ("triton", "reference"):
+        raise ValueError(
+            f"backend={requested!r} reads all experts of a layer as one tensor, and here they are in several places; "
+            f"use backend='auto' or one of {', '.join(map(repr, _SEGMENTS))}"
+        )
+    return pick_backend(requested, stacked)
+
+
+def segments_of(backend: Backend) -> _Segments:
+    """``(x_PH, experts, counts or None, offsets_E) -> pairs_PH`` of pairs in expert order, by `pick_segments`' choice.
+
+    Each expert's segment is the same product as in `run_experts`.
+    """
+    return _SEGMENTS[backend]
 
 
 def _in_runs(

@@ -37,6 +37,10 @@ class Layout(Protocol):
         """
         ...
 
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The module that holds each parameter, and its name there, in storage order."""
+        ...
+
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
         ...
@@ -76,6 +80,10 @@ class PerExpert:
             for expert in self.experts
             for name in PROJECTIONS
         ]
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The linear layers."""
+        return [(expert._modules[name], "weight") for expert in self.experts for name in PROJECTIONS]  # type: ignore[misc]
 
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
@@ -126,6 +134,10 @@ class StackedExperts:
         """Gate, up, down."""
         return [self.experts._parameters[name] for name in PROJECTIONS]  # type: ignore[misc]
 
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The module, three times."""
+        return [(self.experts, name) for name in PROJECTIONS]
+
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
         num_experts, inner, hidden = self.experts.gate_proj.shape  # type: ignore[misc]
@@ -158,6 +170,10 @@ class FusedExperts:
     def params(self) -> list[nn.Parameter]:
         """Both tensors."""
         return [self.experts._parameters[name] for name in FUSED]  # type: ignore[misc]
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The block, twice."""
+        return [(self.experts, name) for name in FUSED]
 
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""

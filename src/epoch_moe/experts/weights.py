@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
 
@@ -160,12 +159,10 @@ class ExpertWeights:
         self.layout.check()
 
     def outline(self) -> Stacked:
-        """What `ensure` would give, down to the strides but without memory: to ask whether a backend fits."""
-        num_experts, inner, hidden = self.layout.sizes()
-        param = self.layout.params()[0]
-        with FakeTensorMode():
-            sizes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-            return Stacked(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
+        """One expert of what `ensure` would give, uninitialised: to ask whether a backend fits."""
+        _, inner, hidden = self.layout.sizes()
+        one = self.layout.params()[0].detach()
+        return Stacked(one.new_empty(1, 2 * inner, hidden), one.new_empty(1, hidden, inner))
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)

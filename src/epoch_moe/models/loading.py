@@ -16,11 +16,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.models.checkpoint import TensorHeader, check_keys, read_config, read_headers
+from epoch_moe.models.checkpoint import check_keys, read_config
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
 from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, stored_shapes
 from epoch_moe.patching import patch
+from epoch_moe.residency.attach import ORIGIN, Origin
+from epoch_moe.residency.config import ResidencyConfig
+from epoch_moe.tensor_files import TensorHeader, read_headers
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Folder of the checkpoints that come with the package."""
@@ -77,6 +80,7 @@ def load_model(
     ep_group: Any = None,
     ep_layout: Layout = "sharded",
     ep_capacity: int | None = None,
+    residency: ResidencyConfig | None = None,
 ) -> tuple[Any, Any]:
     """Load a model in eval mode, and its tokenizer.
 
@@ -96,6 +100,9 @@ def load_model(
         ep_group: split the experts over the ranks of this group, as `epoch_moe.patch` does. Only this rank's are read;
             the model comes patched with the default plan, which another `patch` changes.
         ep_layout, ep_capacity: see `epoch_moe.patch`.
+        residency: keep a part of the experts in fast memory; the others stay in the checkpoint's files, which must not
+            change while the model lives. Never are all of them in memory. The model comes patched, as with
+            ``ep_group`` (docs/residency.md).
 
     Returns:
         ``(model, tokenizer)``. A checkpoint without tokenizer files gives None and a warning.
@@ -106,6 +113,11 @@ def load_model(
     """
     target_device = _device(device)
     requested_dtype = _dtype(dtype)
+    if residency is not None and residency.source is not None:
+        raise ValueError(
+            f"ResidencyConfig.source={str(residency.source)!r}: load_model reads experts from the checkpoint itself; "
+            "leave it out"
+        )
     if attn_implementation not in (None, *_ATTENTION):
         raise ValueError(
             f"attn_implementation={attn_implementation!r}: expected one of {_quoted(_ATTENTION)} or None (block-causal "
@@ -117,7 +129,7 @@ def load_model(
     headers = read_headers(folder)
     layout = _check_against_model(folder, headers, lm_class, config)
     weights_dtype = requested_dtype or _stored_dtype(folder, headers)
-    if layout == "per_expert" and ep_group is None:
+    if layout == "per_expert" and ep_group is None and residency is None:
         model, info = lm_class.from_pretrained(
             folder,
             config=config,
@@ -134,9 +146,15 @@ def load_model(
             lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation
         )
         share = None if ep_group is None else ExpertParallel(config.sizes().experts, ep_group, layout=ep_layout).experts
-        model = load_stacked(folder, headers, layout, build, weights_dtype, target_device, share)
-    if ep_group is not None:
-        patch(model.eval(), ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity)
+        model = load_stacked(
+            folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None
+        )
+    if residency is not None:
+        object.__setattr__(model, ORIGIN, Origin(folder, headers, target_device))
+    if ep_group is not None or residency is not None:
+        patch(
+            model.eval(), ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity, residency=residency
+        )
     return model.eval(), _tokenizer(folder)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
 from epoch_moe.experts.shard import keep_experts
-from epoch_moe.models.checkpoint import TensorHeader
+from epoch_moe.tensor_files import TensorHeader
 
 _RELEASED = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _STACKED = re.compile(r".*\.mlp\.experts\.(gate|up|down)_proj")
@@ -76,6 +76,7 @@ def load_stacked(
     dtype: torch.dtype,
     device: torch.device,
     experts: range | None = None,
+    fill: bool = True,
 ) -> Any:
     """The model of a checkpoint that `check_keys` has passed.
 
@@ -87,6 +88,7 @@ def load_stacked(
         dtype: of the weights; expert biases are fp32 always.
         device: where the weights go, straight from the file.
         experts: numbers of the routed experts to load; the model has no others. None: all.
+        fill: False leaves them on the meta device: they stay in their files.
     """
     with torch.device("meta"):
         model = build()
@@ -108,7 +110,8 @@ def load_stacked(
             kept = range(sizes[0]) if experts is None else experts
             if experts is not None:
                 keep_experts(block, "per_expert", "experts", experts)
-            _fill_experts(block, prefix, layout, kept, sizes[1:], read, read_part, dtype, device)
+            if fill:
+                _fill_experts(block, prefix, layout, kept, sizes[1:], read, read_part, dtype, device)
         others: dict[str, Tensor] = {}
         for key in shapes:
             if _RELEASED.fullmatch(key):
@@ -121,7 +124,8 @@ def load_stacked(
                 others[key] = torch.zeros(shapes[key], dtype=kept, device=device)
         model.load_state_dict(others, assign=True, strict=False)
     model.tie_weights()
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in tensors if tensor.is_meta and (fill or not is_expert(name))]
     if left:
         raise RuntimeError(f"loading {folder}: nothing was read for {', '.join(left[:3])}; please report this")
     return model

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import ExpertRecorder
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 
+if TYPE_CHECKING:
+    from epoch_moe.residency.state import Residency
+
 LmHeadRows = Literal["live", "block"]
 
 
@@ -33,6 +36,7 @@ class Patched(Protocol):
     slot: PlanSlot
     config: EpochConfig | None
     ep: ExpertParallel | None
+    residency: Residency | None
 
     @property
     def routing_block(self) -> int | None:
@@ -87,7 +91,7 @@ class BlockPlanContext:
             self.counters.recorder = ExpertRecorder(self.counters.num_layers)
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
         self._plan: BlockPlan | None = None
-        self._open = False
+        self._open = self._entered = False
         self._latest: ForwardPlan | DenseForward | None = None
 
     def begin_block(
@@ -104,10 +108,11 @@ class BlockPlanContext:
                 "routing blocks, or prefix_constant=False"
             )
         layers = self._patched.ensure_stacked()
-        self._open = True
+        self._open, self._entered = True, False
         if self.config is not None:
-            # A trace is made of lists.
-            alone = self._patched.ep is None and self._patched.slot.tracer is None
+            # A trace is made of lists, and so is what experts outside of fast memory are chosen by.
+            listed = self._patched.slot.tracer is not None or self._patched.residency is not None
+            alone = self._patched.ep is None and not listed
             self._plan = BlockPlan(
                 self.config,
                 self.counters.num_layers,
@@ -175,7 +180,7 @@ class BlockPlanContext:
             self._take_turn(Turn.BEGIN if cold and self._begins_together else Turn.ITERATION, ids_BS)
         forward: ForwardPlan | DenseForward
         if self._plan is None:
-            forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
+            forward = DenseForward(self.counters, ids_BS.shape, valid_BS, lead=lead, cold=not self._entered)
         else:
             forward = self._plan.next_forward(
                 ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
@@ -189,7 +194,7 @@ class BlockPlanContext:
         except BaseException:
             self.end_block()
             raise
-        self._latest = forward
+        self._latest, self._entered = forward, True
         self.counters.add_forward(forward.num_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
@@ -206,7 +211,7 @@ class BlockPlanContext:
         if self._open:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
-        forward = DenseForward(self.counters, ids_BS.shape, valid_BS)
+        forward = DenseForward(self.counters, ids_BS.shape, valid_BS, cold=True, once=True)
         if self._patched.ep is not None:
             self._take_turn(Turn.PREFILL if self._begins_together else Turn.ITERATION, ids_BS)
         with self._patched.slot.activate(forward):
@@ -324,7 +329,15 @@ class BlockPlanContext:
                 )
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """Tell who listens what the decoder thought of each row of the forward that has just ended."""
+        """Tell who listens what the decoder thought of each row of the forward that has just ended.
+
+        Experts outside of fast memory are chosen by it (`epoch_moe.residency`); a plan makes nothing of it.
+
+        Args:
+            confidence_BS: fp32, probability of the token that it drew for the row; only live rows count. None: unknown.
+        """
+        if self._patched.residency is not None and self._latest is not None:
+            self._patched.residency.end_forward(self._latest, confidence_BS)
         if self._patched.slot.tracer is not None and self._latest is not None:
             self._patched.slot.tracer.end_iteration(self._latest, confidence_BS)
 

@@ -29,10 +29,23 @@ class DenseForward:
         valid_R: int64, the rows that exist, where some do not (padding, finished sequences): as under a plan, no
             expert computes the others. None = all.
         num_rows: valid rows.
+        lead: C, rows whose K/V this forward writes for good.
+        cold: it is the first of a block, or belongs to none.
+        once: its rows are not seen again (a prefill).
     """
 
-    def __init__(self, counters: Counters, shape: torch.Size, valid_BS: Tensor | None):
+    def __init__(
+        self,
+        counters: Counters,
+        shape: torch.Size,
+        valid_BS: Tensor | None,
+        *,
+        lead: int = 0,
+        cold: bool = False,
+        once: bool = False,
+    ):
         self.counters = counters
+        self.lead, self.cold, self.once = lead, cold, once
         self.wants_router = False
         self.shape = shape
         self.valid_BS = valid_BS

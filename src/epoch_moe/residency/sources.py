@@ -10,6 +10,7 @@ without disturbing each other.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import weakref
@@ -49,6 +50,10 @@ class ExpertSource(Protocol):
 
     def weights(self, expert: int) -> tuple[Tensor, Tensor]:
         """One expert's ``[2F,H]`` and ``[H,F]`` as they lie in main memory."""
+        ...
+
+    def convert(self, before: torch.dtype, after: torch.dtype) -> ExpertSource:
+        """The same experts for a model that is made another dtype: their values are those of ``before``."""
         ...
 
 
@@ -173,21 +178,33 @@ class Part:
 
 
 class Staging:
-    """Buffers for one expert in the dtype of a file, where the model has another one. Shared by the layers of a model.
+    """Where an expert is read to whose dtype in the file is not the model's; shared by the layers of a model.
 
     Args:
         inner, hidden: F and H.
-        dtype: of the file.
     """
 
-    def __init__(self, inner: int, hidden: int, dtype: torch.dtype):
-        self.gate_up_2FH = torch.empty(2 * inner, hidden, dtype=dtype, device="cpu")
-        self.down_HF = torch.empty(hidden, inner, dtype=dtype, device="cpu")
+    def __init__(self, inner: int, hidden: int):
+        self.inner, self.hidden = inner, hidden
+        self._buffers: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``[2F,H]`` and ``[H,F]``, allocated on the first call."""
+        if dtype not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[dtype] = (
+                    torch.empty(2 * self.inner, self.hidden, dtype=dtype, device="cpu"),
+                    torch.empty(self.hidden, self.inner, dtype=dtype, device="cpu"),
+                )
+        return self._buffers[dtype]
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
-        return sum(t.numel() * t.element_size() for t in (self.gate_up_2FH, self.down_HF))
+        """Of all that were allocated."""
+        return sum(t.numel() * t.element_size() for pair in self._buffers.values() for t in pair)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
+        return Staging(self.inner, self.hidden)
 
 
 class FileSource:
@@ -196,9 +213,9 @@ class FileSource:
     Args:
         parts_E: the pieces of each expert, see `find_parts`.
         dtype: as stored.
-        staging: where experts are read to whose dtype changes; needed where ``read`` is asked for another one.
-        dtypes: conversions that an expert goes through, in this order (a model that was made bfloat16 and then float32
-            has bfloat16's values in float32).
+        staging: shared by the layers; used where ``read`` is asked for another dtype.
+        dtypes: conversions that an expert goes through first, in this order (a model that was made bfloat16 and then
+            float32 has bfloat16's values in float32).
     """
 
     in_memory = False
@@ -207,20 +224,17 @@ class FileSource:
         self,
         parts_E: Sequence[tuple[Part, ...]],
         dtype: torch.dtype,
-        staging: Staging | None = None,
+        staging: Staging,
         dtypes: tuple[torch.dtype, ...] = (),
     ):
         self.parts_E, self.dtype, self.staging, self.dtypes = parts_E, dtype, staging, dtypes
 
     def read(self, expert: int, gate_up_2FH: Tensor, down_HF: Tensor) -> int:
         """See `ExpertSource.read`."""
-        direct = self.staging is None or all(dtype == self.dtype for dtype in (*self.dtypes, gate_up_2FH.dtype))
-        if direct and gate_up_2FH.dtype != self.dtype:
-            raise TypeError(f"the file holds {self.dtype}, the memory {gate_up_2FH.dtype}, and there is no staging")
         targets = (gate_up_2FH, down_HF)
+        direct = all(dtype == self.dtype for dtype in (*self.dtypes, gate_up_2FH.dtype))
         if not direct:
-            assert self.staging is not None
-            targets = (self.staging.gate_up_2FH, self.staging.down_HF)
+            targets = self.staging.of(self.dtype)
         total = 0
         for part in self.parts_E[expert]:
             target = targets[part.down]
@@ -238,10 +252,22 @@ class FileSource:
         """See `ExpertSource.weights`."""
         raise TypeError("experts of a file have to be read")
 
+    def convert(self, before: torch.dtype, after: torch.dtype) -> FileSource:
+        """See `ExpertSource.convert`."""
+        return FileSource(self.parts_E, self.dtype, self.staging, (*self.dtypes, before))
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The files, each once."""
+        return list({id(part.file): part.file for parts in self.parts_E for part in parts}.values())
+
     def forget(self) -> None:
         """Have the system drop what it caches of the files."""
-        for file in {part.file for parts in self.parts_E for part in parts}:
+        for file in self.files:
             file.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
+        return FileSource(self.parts_E, self.dtype, copy.deepcopy(self.staging, memo), self.dtypes)
 
 
 class HostSource:
@@ -266,6 +292,14 @@ class HostSource:
     def weights(self, expert: int) -> tuple[Tensor, Tensor]:
         """See `ExpertSource.weights`."""
         return self.gate_up_E2FH[expert], self.down_EHF[expert]
+
+    def convert(self, before: torch.dtype, after: torch.dtype) -> HostSource:
+        """See `ExpertSource.convert`."""
+        converted = [t.to(before).to(after) for t in (self.gate_up_E2FH, self.down_EHF)]
+        return HostSource(*(t.pin_memory() if self.down_EHF.is_pinned() else t for t in converted))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostSource:
+        return self  # only read
 
 
 def find_parts(

@@ -1,0 +1,337 @@
+"""Give a model's MoE layers resident experts, and take them away again.
+
+The layers' experts come from files that hold them already, where that is known to be so, or go to a temporary file that
+is written here, layer by layer, so that memory goes down as the file grows. The file has no name once it is open: it
+goes with the process, however that ends.
+
+Shape suffixes: E experts, F expert inner size, H hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.residency.config import ResidencyConfig, slots_per_layer
+from epoch_moe.residency.experts import ResidentExperts
+from epoch_moe.residency.sources import (
+    STORED_DTYPES,
+    ExpertSource,
+    FileSource,
+    HostSource,
+    ResidencyError,
+    Staging,
+    TensorFile,
+    find_parts,
+)
+from epoch_moe.residency.state import Residency
+from epoch_moe.tensor_files import TensorHeader, read_headers
+
+_HOST_SHARE = 0.5
+
+
+ORIGIN = "_epoch_moe_origin"
+"""Attribute by which `load_model` tells `patch` that a model's experts were left in their files."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint whose tensors a model has, or may have.
+
+    Attributes:
+        folder: of its files.
+        headers: its tensors.
+        device: the model was loaded from it just now, for this device, and its experts were left out; None: it has to
+            be compared.
+    """
+
+    folder: Path
+    headers: Mapping[str, TensorHeader]
+    device: torch.device | None = None
+
+    @property
+    def verified(self) -> bool:
+        """Whether it is the model's for sure."""
+        return self.device is not None
+
+
+class Block(Protocol):
+    """What is needed of an `EpochMoEBlock`."""
+
+    weights: ExpertWeights | ResidentExperts
+
+
+@dataclass
+class _Layer:
+    """One layer on its way."""
+
+    path: str
+    block: Block
+    whole: ExpertWeights
+    dtype: torch.dtype
+    device: torch.device
+    source: ExpertSource | None = None
+
+
+def attach(
+    config: ResidencyConfig,
+    blocks: Mapping[str, Block],
+    origin: Origin | None,
+    experts: range | None,
+) -> Residency:
+    """Replace the weights of all blocks by `ResidentExperts`.
+
+    Args:
+        config: the user's choices.
+        blocks: module path -> block. Their experts have memory, or ``origin`` is verified.
+        origin: where the experts may be found; ``config.source`` takes its place.
+        experts: numbers of this rank's experts; None: all.
+
+    Raises:
+        ValueError: the budget is too small, or ``config.source`` does not hold these experts. Nothing was changed.
+        OSError: a file cannot be written; experts that had left are back.
+    """
+    layers = []
+    for path, block in blocks.items():
+        whole = block.weights
+        assert isinstance(whole, ExpertWeights)
+        param = whole.layout.params()[0]
+        device = param.device if origin is None or origin.device is None else origin.device
+        layers.append(_Layer(path, block, whole, param.dtype, device))
+    sizes = {layer.whole.layout.sizes() for layer in layers}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"residency needs MoE layers with equally many experts of one size, this model has {sorted(sizes)}"
+        )
+    num_experts, inner, hidden = sizes.pop()
+    bytes_each = [3 * inner * hidden * layer.dtype.itemsize for layer in layers]
+    buffers = 2 * max(bytes_each)
+    slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)  # before files are read
+    staging = Staging(inner, hidden)
+    named = config.source is not None and (origin is None or not origin.verified)
+    if named:
+        origin = read_origin(Path(str(config.source)))
+    if origin is not None:
+        _find(layers, origin, range(num_experts) if experts is None else experts, staging, config, named)
+    converted = {
+        layer.source.dtype for layer in layers
+        if isinstance(layer.source, FileSource) and layer.source.dtype != layer.dtype
+    }  # fmt: skip
+    buffers += sum(3 * inner * hidden * stored.itemsize for stored in converted)
+    slots_L = slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)
+    state = Residency(config, len(layers), num_experts, slots_L)
+    in_memory = origin is None or not origin.verified
+    host = _on_host(config, layers, sum(bytes_each) * num_experts)
+    try:
+        for index, (layer, slots) in enumerate(zip(layers, slots_L, strict=True)):
+            source = _source(state, index, layer, host, staging, config)
+            one = ResidentExperts(
+                state, index, f"{layer.path} (MoE layer {index})", layer.whole, source, slots, layer.dtype, layer.device
+            )
+            state.layers.append(one)
+            if in_memory:
+                one.take_parameters()
+        state.measure()
+    except BaseException:
+        for one in state.layers:
+            if one.kept is not None:
+                one.give_back(one.read_all())
+        raise
+    for layer, one in zip(layers, state.layers, strict=True):
+        layer.block.weights = one
+    return state
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """What `load_model` left on a model, once."""
+    origin: Origin | None = model.__dict__.pop(ORIGIN, None)
+    return origin
+
+
+def detach(state: Residency, blocks: Sequence[Block]) -> None:
+    """Read all experts back into the modules' parameters.
+
+    Raises:
+        ResidencyError: they cannot be read; everything is as it was.
+    """
+    back: list[ResidentExperts] = []
+    with state.turn():
+        try:
+            for layer in state.layers:
+                layer.give_back(layer.read_all())
+                back.append(layer)
+        except BaseException:
+            for layer in back:
+                layer.take_parameters()
+            raise
+        for block, layer in zip(blocks, state.layers, strict=True):
+            block.weights = layer.whole
+
+
+def read_origin(folder: Path) -> Origin:
+    """A checkpoint's folder.
+
+    Raises:
+        FileNotFoundError, ValueError: as `epoch_moe.load_model` does.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"ResidencyConfig.source={str(folder)!r}: expected a checkpoint's folder")
+    return Origin(folder, read_headers(folder))
+
+
+def known_origin(model: nn.Module) -> Origin | None:
+    """The checkpoint that a model says it was loaded from, if it is a folder here."""
+    name = getattr(model, "name_or_path", None)
+    if not isinstance(name, str) or not name or not Path(name).is_dir():
+        return None
+    try:
+        return read_origin(Path(name))
+    except (OSError, ValueError):
+        return None  # moved, converted, or being written: the experts go to a file of our own
+
+
+def _find(
+    layers: Sequence[_Layer], origin: Origin, experts: range, staging: Staging, config: ResidencyConfig, named: bool
+) -> None:
+    """Give the layers the origin's files as source, where their experts are these bit for bit."""
+    try:
+        files = {
+            name: TensorFile(origin.folder / name, drop_cache=config.drop_cache)
+            for name in sorted({header.file for header in origin.headers.values()})
+        }
+    except (OSError, ValueError, ResidencyError):
+        if named or origin.verified:
+            raise
+        return
+    for layer in layers:
+        _, inner, hidden = layer.whole.layout.sizes()
+        try:
+            found = find_parts(origin.headers, files, layer.path, experts, inner, hidden)
+        except ValueError as error:
+            if named or origin.verified:
+                raise ValueError(f"{origin.folder} cannot be the source of {layer.path}: {error}") from error
+            continue
+        difference = "has no such experts"
+        if found is not None:
+            source = FileSource(*found, staging)
+            difference = "" if origin.verified else _difference(source, layer, experts)
+            if not difference:
+                layer.source = source
+        if difference and (named or origin.verified):
+            raise ValueError(
+                f"{origin.folder} cannot be the source of {layer.path}: it {difference}. Leave ResidencyConfig.source "
+                "out to have the model's experts written to a temporary file"
+            )
+
+
+def _difference(source: FileSource, layer: _Layer, experts: range) -> str:
+    """In what a file's experts are not the model's, or ''."""
+    stacked = layer.whole.ensure()
+    buffers = [torch.empty(t.shape[1:], dtype=t.dtype) for t in (stacked.gate_up_E2FH, stacked.down_EHF)]
+    for place, number in enumerate(experts):
+        source.read(place, *buffers)
+        for here, there in zip((stacked.gate_up_E2FH, stacked.down_EHF), buffers, strict=True):
+            # As bytes: NaN is equal to itself then, and -0 is not 0.
+            if not torch.equal(here[place].detach().cpu().contiguous().view(torch.uint8), there.view(torch.uint8)):
+                return f"holds another expert {number} than the model"
+    return ""
+
+
+def _on_host(config: ResidencyConfig, layers: Sequence[_Layer], total: int) -> bool:
+    """Whether experts lie in main memory rather than in a file."""
+    if config.tier != "auto":
+        return config.tier == "host"
+    if all(layer.device.type == "cpu" for layer in layers):
+        return False
+    return total <= _HOST_SHARE * _free_memory()
+
+
+def _free_memory() -> int:
+    """Bytes of main memory that can be had without pushing others out."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _source(
+    state: Residency, index: int, layer: _Layer, host: bool, staging: Staging, config: ResidencyConfig
+) -> ExpertSource:
+    """Where this layer's experts lie from now on."""
+    if not host:
+        return layer.source or _spill(state, index, layer, staging, config)
+    num_experts, inner, hidden = layer.whole.layout.sizes()
+    pinned = layer.device.type == "cuda"
+    with torch.inference_mode(False), torch.no_grad():
+        gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=layer.dtype, pin_memory=pinned)
+        down = torch.empty(num_experts, hidden, inner, dtype=layer.dtype, pin_memory=pinned)
+        if layer.source is not None:
+            for expert in range(num_experts):
+                layer.source.read(expert, gate_up[expert], down[expert])
+        else:
+            stacked = layer.whole.ensure()
+            gate_up.copy_(stacked.gate_up_E2FH)
+            down.copy_(stacked.down_EHF)
+    return HostSource(gate_up, down)
+
+
+def _spill(state: Residency, index: int, layer: _Layer, staging: Staging, config: ResidencyConfig) -> FileSource:
+    """Write a layer's experts to a temporary safetensors file in the fused layout."""
+    folder = Path(tempfile.gettempdir() if config.spill_dir is None else config.spill_dir)
+    stacked = layer.whole.ensure()
+    named = {"layer.w1": stacked.gate_up_E2FH, "layer.w2": stacked.down_EHF}
+    total = sum(t.numel() * t.element_size() for t in named.values())
+    if not folder.is_dir():
+        raise FileNotFoundError(f"ResidencyConfig.spill_dir={str(folder)!r}: there is no such folder")
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise OSError(
+            f"{folder} has {free / 1e9:.2f} GB left and {layer.path} takes {total / 1e9:.2f} GB: pass "
+            "ResidencyConfig(spill_dir=...) with more room"
+        )
+    handle, name = tempfile.mkstemp(prefix=f"epoch_moe_layer{index}_", suffix=".safetensors", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            _write(file, named)
+        opened = TensorFile(Path(name), drop_cache=config.drop_cache, unlink=True)
+    except BaseException:
+        os.unlink(name)
+        raise
+    state.spilled += total
+    num_experts, inner, hidden = layer.whole.layout.sizes()
+    found = find_parts(opened.headers, {opened.path.name: opened}, "layer", range(num_experts), inner, hidden)
+    assert found is not None
+    return FileSource(*found, staging)
+
+
+def _write(file: Any, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file, expert by expert: no second copy in memory."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    header, place = {}, 0
+    for name, tensor in tensors.items():
+        end = place + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # tensors begin at a multiple of 64 bytes
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        for part in tensor.detach():
+            # Through ctypes, not numpy: bfloat16 has none.
+            whole = part.cpu().contiguous()
+            size = whole.numel() * whole.element_size()
+            file.write((ctypes.c_char * size).from_address(whole.data_ptr()))

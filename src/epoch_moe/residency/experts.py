@@ -1,0 +1,347 @@
+"""`ResidentExperts`: one layer's experts, some in slots of fast memory, the others where they lie.
+
+A forward of a layer, when its rows are routed: the placement says which experts are in a slot (hits), which are
+brought into one (loads) and which pass through (bypassed); hits are one grouped product over the slots, while a thread
+reads the first missing expert; each missing one is a product of its own when it has arrived; and one combine joins all
+pairs in the fixed order. An expert's segment of rows is never cut, so each product is the one that it would be with all
+experts in memory, and so is every bit of the result where rows are multiples of 64 bytes (see
+`epoch_moe.experts.grouped`).
+
+Slots are allocated once. Which experts lie in them changes by copying weights, never by allocating.
+
+Shape suffixes: R rows, K top-k, P pairs, H hidden, E experts, F expert inner size, n slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from epoch_moe.experts.grouped import Backend, pick_segments, segments_of
+from epoch_moe.experts.layouts import Layout
+from epoch_moe.experts.weights import ExpertWeights, Stacked
+from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.residency.demand import Demand
+from epoch_moe.residency.placement import LayerPlacement, Steps
+from epoch_moe.residency.sources import ExpertSource
+from epoch_moe.routing import NO_EXPERT
+
+if TYPE_CHECKING:
+    from epoch_moe.plan.block_plan import ForwardPlan
+    from epoch_moe.plan.slot import DenseForward
+    from epoch_moe.residency.state import Residency
+
+
+class ResidentExperts:
+    """Stands in for `ExpertWeights` where a layer's experts are not all in memory.
+
+    Args:
+        state: what the layers of a model share.
+        index: this layer's place among the MoE layers.
+        name: of the layer, for errors.
+        whole: what the layer had before, for when it gets its experts back. Its modules hold parameters without memory
+            meanwhile.
+        source: all of the layer's experts.
+        slots: n.
+        dtype: of the weights.
+        device: of the slots.
+
+    Attributes:
+        placement: which expert lies in which slot.
+        kept: the parameters that the modules had before, emptied; None where they never had any.
+    """
+
+    def __init__(
+        self,
+        state: Residency,
+        index: int,
+        name: str,
+        whole: ExpertWeights,
+        source: ExpertSource,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.state, self.index, self.name, self.whole, self.source = state, index, name, whole, source
+        self.num_experts, self.inner, self.hidden = whole.layout.sizes()
+        self.device = device
+        self.kept: list[nn.Parameter] | None = None
+        self.placement = LayerPlacement(slots, self.num_experts)
+        self.moved_bytes = self.peak_bytes = 0
+        self._allocate(dtype)
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        slots, device = self.placement.slots, self.device
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.slots = Stacked(
+                torch.empty(slots, 2 * self.inner, self.hidden, dtype=dtype, device=device),
+                torch.empty(slots, self.hidden, self.inner, dtype=dtype, device=device),
+            )
+            one = torch.empty(1, dtype=dtype, device=device)
+        self._outline = Stacked(
+            one.expand(self.num_experts, 2 * self.inner, self.hidden),
+            one.expand(self.num_experts, self.hidden, self.inner),
+        )
+
+    # ------------------------------------------------------------------------------- what a block asks of its weights
+
+    @property
+    def layout(self) -> Layout:
+        """The modules' parameters."""
+        return self.whole.layout
+
+    @property
+    def stacked(self) -> Stacked:
+        """Shapes, dtype and device of all experts, without their memory."""
+        return self._outline
+
+    def ensure(self) -> Stacked:
+        """See `stacked`."""
+        return self._outline
+
+    def outline(self) -> Stacked:
+        """What decides about a backend: the slots, which are laid out as all experts would be."""
+        return self.slots
+
+    def is_stacked(self) -> bool:
+        """Always: nobody else holds the slots."""
+        return True
+
+    def release(self) -> None:
+        """Nothing: see `is_stacked`."""
+
+    def differentiable(self) -> Stacked:
+        """Refused."""
+        raise RuntimeError(
+            f"{self.name}: gradients are asked for, and the experts are not all in memory, so there is no backward "
+            "pass: run under torch.no_grad(), or call epoch_moe.unpatch to train"
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Fast memory that this layer takes."""
+        return self.placement.slots * self._outline.bytes_per_expert
+
+    # ------------------------------------------------------------------------------------------------------ a forward
+
+    def run(
+        self,
+        x_RH: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        backend: Backend,
+        forward: ForwardPlan | DenseForward | None,
+        known_rows: bool = True,
+    ) -> Tensor:
+        """Weighted sum of each row's experts ``[R,H]``, as `run_experts` gives it with all of them in memory.
+
+        Args:
+            x_RH, ids_RK, weights_RK: as for `run_experts`.
+            backend: as requested; resolved for the slots.
+            forward: the forward under way, for the policy.
+            known_rows: the rows are those of ``forward``, and not another rank's.
+
+        Raises:
+            ResidencyError: a missing expert cannot be read.
+        """
+        if torch.is_grad_enabled() and x_RH.requires_grad:
+            self.differentiable()
+        segments = segments_of(pick_segments(backend, self.slots))
+        with self.state.turn():
+            demand = self.state.demand(self, ids_RK, weights_RK, forward, known_rows)
+            steps = self.state.plan(self, demand)
+            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments)
+
+    def _carry_out(
+        self,
+        x_RH: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        demand: Demand,
+        steps: Steps,
+        segments: Callable[..., Tensor],
+    ) -> Tensor:
+        counts = self.state.counts[self.index]
+        slots, slot_of = self.placement.slots, {expert: slot for expert, slot, _ in steps.loads}
+        jobs: list[tuple[int, int | None]] = [(expert, slot) for expert, slot, _ in steps.loads]
+        jobs += [(expert, None) for expert in steps.bypass]
+        # Slots come first in the order of pairs, then missing experts in the order in which they are brought.
+        key_E = torch.full((self.num_experts,), NO_EXPERT, dtype=torch.int64)
+        hits = torch.tensor(steps.hits, dtype=torch.int64)
+        key_E[hits] = self.placement.slot_of_E[hits]
+        missing = [expert for expert, _ in jobs]
+        key_E[torch.tensor(missing, dtype=torch.int64)] = slots + torch.arange(len(missing))
+        keys_RK = key_E.to(ids_RK.device)[ids_RK.clamp_min(0)].masked_fill(ids_RK == NO_EXPERT, NO_EXPERT)
+        worklist = build_worklist(keys_RK, slots + len(missing))
+        pairs_E: list[int] = demand.counts_E.tolist()
+        hit_pairs = sum(pairs_E[expert] for expert in steps.hits)
+        x_PH = x_RH[worklist.row_P]
+        out_PH = torch.empty_like(x_PH)
+        arrived: set[int] = set()
+        try:
+            with self.state.bring(self, jobs) as arrivals:
+                start = time.perf_counter()
+                if hit_pairs:
+                    in_slots: list[int] = [0] * slots
+                    for expert in steps.hits:
+                        in_slots[int(self.placement.slot_of_E[expert])] = pairs_E[expert]
+                    out_PH[:hit_pairs] = segments(
+                        x_PH[:hit_pairs], self.slots, in_slots, worklist.offsets_E[:slots]
+                    )
+                counts.slot_seconds += time.perf_counter() - start
+                self._compute_missing(x_PH, out_PH, hit_pairs, pairs_E, arrivals, arrived, segments)
+        except BaseException:
+            # Their slots hold nothing that could be used, or half of it.
+            self.placement.forget(expert for expert in slot_of if expert not in arrived)
+            raise
+        return combine(out_PH, weights_RK, worklist, x_RH.dtype)
+
+    def _compute_missing(
+        self,
+        x_PH: Tensor,
+        out_PH: Tensor,
+        begin: int,
+        pairs_E: list[int],
+        arrivals: Iterator[tuple[int, bool, Stacked]],
+        arrived: set[int],
+        segments: Callable[..., Tensor],
+    ) -> None:
+        """The products of missing experts, as they come in; those that lie on the host are computed there."""
+        counts = self.state.counts[self.index]
+        host: tuple[int, Tensor, Tensor] | None = None
+        for expert, loaded, weights in arrivals:
+            if loaded:
+                arrived.add(expert)
+            rows = pairs_E[expert]
+            if not rows:
+                continue  # a policy that fills its slots ahead of their use
+            start = time.perf_counter()
+            x, out, first = x_PH, out_PH, 0
+            if weights.down_EHF.device != x_PH.device:
+                if host is None:  # all that follow are the host's: their rows travel once
+                    x_host_PH = x_PH[begin:].to("cpu")
+                    host = begin, x_host_PH, torch.empty_like(x_host_PH)
+                first, x, out = host
+            part = slice(begin - first, begin - first + rows)
+            offsets = torch.tensor([rows], dtype=torch.int32, device=x.device)
+            out[part] = segments(x[part], weights, [rows], offsets)
+            begin += rows
+            if not loaded:
+                counts.bypass_seconds += time.perf_counter() - start
+            else:
+                counts.slot_seconds += time.perf_counter() - start
+        if host is not None:
+            first, _, out = host
+            out_PH[first:begin] = out[: begin - first].to(out_PH.device)
+
+    # ------------------------------------------------------------------------------------------------ the modules' side
+
+    def take_parameters(self) -> None:
+        """Put parameters without memory in place of the modules' own, which are kept, emptied."""
+        self.kept = []
+        for module, name in self.layout.owners():
+            param = module._parameters[name]
+            assert param is not None
+            self.kept.append(param)
+            module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for param in self.kept:
+            param.data = param.data.new_empty(0)
+        self.whole.release()
+
+    def give_back(self, stacked: Stacked) -> None:
+        """Make the modules' parameters views of ``stacked``, which holds all experts."""
+        places = self._places(stacked)
+        for number, ((module, name), place) in enumerate(zip(self.layout.owners(), places, strict=True)):
+            meta = module._parameters[name]
+            assert meta is not None
+            param = nn.Parameter(place, meta.requires_grad) if self.kept is None else self.kept[number]
+            param.data = place
+            module._parameters[name] = param
+
+    def _places(self, stacked: Stacked) -> list[Tensor]:
+        """Where each parameter lies in the stacked tensors, in the order of `Layout.owners`."""
+        gate_up = list(self.layout.gate_up_places(stacked.gate_up_E2FH))
+        down = list(self.layout.down_places(stacked.down_EHF))
+        each = self.layout.period - 1
+        return [t for i, d in enumerate(down) for t in (*gate_up[i * each : (i + 1) * each], d)]
+
+    def read_all(self) -> Stacked:
+        """All experts, in memory on the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            dtype, device = self.slots.down_EHF.dtype, self.device
+            stacked = Stacked(
+                torch.empty(self.num_experts, 2 * self.inner, self.hidden, dtype=dtype, device=device),
+                torch.empty(self.num_experts, self.hidden, self.inner, dtype=dtype, device=device),
+            )
+            buffer = self.state.buffers_of(self)[0]
+            for expert in range(self.num_experts):
+                self.source.read(expert, *buffer)
+                stacked.gate_up_E2FH[expert].copy_(buffer[0])
+                stacked.down_EHF[expert].copy_(buffer[1])
+        return stacked
+
+    @contextmanager
+    def without_parameters(self) -> Iterator[None]:
+        """The modules without their parameters for a while: `.to()` cannot move what has no memory."""
+        owners = self.layout.owners()
+        taken = [module._parameters.pop(name) for module, name in owners]
+        try:
+            yield
+        finally:
+            for (module, name), param in zip(owners, taken, strict=True):
+                module._parameters[name] = param
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """`nn.Module._apply`: follow the model to another dtype or device.
+
+        The slots come up empty there. Values are those that a whole model would have: what is read from now on goes
+        through the same conversions.
+        """
+        one = self._outline.down_EHF.new_zeros(1)
+        there = fn(one)
+        if there.device.type == "meta":
+            raise self.refused("moving to the meta device and back")
+        if there.dtype == one.dtype and there.device == one.device:
+            return
+        if there.dtype != one.dtype:
+            self.source = self.source.convert(one.dtype, there.dtype)
+        self.device = there.device
+        self.placement.forget(range(self.num_experts))
+        self._allocate(there.dtype)
+        self.state.buffers_of(self)
+        for module, name in self.layout.owners():
+            meta = module._parameters[name]
+            assert meta is not None
+            module._parameters[name] = nn.Parameter(meta.to(there.dtype), meta.requires_grad)
+        for param in self.kept or ():
+            param.data = param.data.to(there.device, there.dtype)
+
+    def refused(self, what: str) -> RuntimeError:
+        """The error of everything that needs all experts as tensors."""
+        return RuntimeError(
+            f"{self.name}: {what} needs all experts in memory, and {self.placement.slots} of {self.num_experts} are. "
+            "Call epoch_moe.unpatch(model), which reads them back, or use the checkpoint that they come from"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResidentExperts:
+        # Slots of its own, empty; the same source, which is only read.
+        new: ResidentExperts = object.__new__(type(self))
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            if name not in ("slots", "_outline"):
+                setattr(new, name, copy.deepcopy(value, memo))
+        new.placement.forget(range(self.num_experts))
+        new._allocate(self.slots.down_EHF.dtype)
+        return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.name}: a model with experts outside of its memory cannot be pickled: call epoch_moe.unpatch first"
+        )

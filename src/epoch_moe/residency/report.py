@@ -1,0 +1,170 @@
+"""`residency_report`: what expert residency did on a model: hits, misses, bytes and seconds by tier, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from epoch_moe.residency.costs import Costs
+from epoch_moe.residency.placement import PlacementCounts
+from epoch_moe.residency.state import LayerCounts, Residency
+from epoch_moe.tables import Cell, Table
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        slots: experts that fit into its fast memory.
+        resident: experts that are there now.
+        placement: hits, misses, loads and so on, counted in experts per forward.
+        counts: bytes and seconds.
+    """
+
+    slots: int
+    resident: int
+    placement: PlacementCounts
+    counts: LayerCounts
+
+
+@dataclass(frozen=True)
+class ResidencyReport:
+    """What expert residency did since `patch` or the last reset.
+
+    Attributes:
+        policy: who decides.
+        tier: where experts lie that are not in fast memory: ``"disk"`` or ``"host"``.
+        num_experts: of each layer.
+        bytes_per_expert: in fast memory.
+        fast_bytes: fast memory that slots take, and on the CPU the buffers that experts pass through.
+        spilled_bytes: written to temporary files.
+        decision: the rule for missing experts, with its numbers.
+        costs: these numbers.
+        layers: layer by layer.
+    """
+
+    policy: str
+    tier: str
+    num_experts: int
+    bytes_per_expert: int
+    fast_bytes: int
+    spilled_bytes: int
+    decision: str
+    costs: Costs
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def placement(self) -> PlacementCounts:
+        """All layers together."""
+        return sum((layer.placement for layer in self.layers), PlacementCounts())
+
+    @property
+    def counts(self) -> LayerCounts:
+        """All layers together."""
+        names = LayerCounts().__dict__
+        return LayerCounts(**{name: sum(getattr(layer.counts, name) for layer in self.layers) for name in names})
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the experts that forwards asked for which were in fast memory; None before the first forward."""
+        placement = self.placement
+        return placement.hits / placement.demanded if placement.demanded else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, ready for JSON."""
+        own = ("policy", "tier", "num_experts", "bytes_per_expert", "fast_bytes", "spilled_bytes", "decision")
+        return {
+            **{name: getattr(self, name) for name in own},
+            "hit_rate": self.hit_rate,
+            "costs": self.costs.as_dict(),
+            **asdict(self.placement),
+            **asdict(self.counts),
+            "per_layer": [
+                {"slots": one.slots, "resident": one.resident, **asdict(one.placement), **asdict(one.counts)}
+                for one in self.layers
+            ],
+        }
+
+    def table(self) -> Table:
+        """Layer by layer, and their sum."""
+        header = (
+            "MoE layer", "slots", "hits", "misses", "hit rate", "loads", "bypassed pairs", "MB read", "s reading",
+            "s waited", "s products", "s bypassed",
+        )  # fmt: skip
+
+        def row(label: str, slots: int, placement: PlacementCounts, counts: LayerCounts) -> tuple[Cell, ...]:
+            rate = placement.hits / placement.demanded if placement.demanded else None
+            return (
+                label, slots, placement.hits, placement.misses, rate, placement.loads, placement.bypassed_pairs,
+                (counts.file_bytes + counts.host_bytes + counts.moved_bytes) / 1e6, counts.read_seconds,
+                counts.wait_seconds, counts.slot_seconds, counts.bypass_seconds,
+            )  # fmt: skip
+
+        rows = [row(str(number), one.slots, one.placement, one.counts) for number, one in enumerate(self.layers)]
+        rows.append(row("all", sum(one.slots for one in self.layers), self.placement, self.counts))
+        return Table(header, tuple(rows))
+
+    def _lines(self) -> list[str]:
+        where = "main memory" if self.tier == "host" else "files"
+        spilled = f", of them {self.spilled_bytes / 1e6:,.1f} MB written by us" if self.spilled_bytes else ""
+        return [
+            f"epoch_moe: {self.fast_bytes / 1e6:,.1f} MB of fast memory for experts of "
+            f"{self.bytes_per_expert / 1e6:.2f} MB each, {self.num_experts} per layer; the others in {where}{spilled}",
+            f"policy {self.policy}; {self.decision}",
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([*self._lines(), str(self.table())])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
+        return lines + self.table()._repr_html_()
+
+
+def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyReport:
+    """What expert residency did on a model since `epoch_moe.patch` or the last reset.
+
+    Args:
+        model: patched or loaded with ``residency=``.
+        reset: start the counts anew. What is in fast memory stays there.
+
+    Raises:
+        ValueError: all experts of the model are in memory.
+    """
+    patched = model.__dict__.get("_epoch_moe")
+    state: Residency | None = None if patched is None else patched.residency
+    if state is None:
+        raise ValueError(
+            f"{type(model).__name__} has all of its experts in memory: pass residency=ResidencyConfig(...) to "
+            "epoch_moe.patch or epoch_moe.load_model first"
+        )
+    with state.turn():
+        assert state.costs is not None
+        layers = tuple(
+            LayerReport(one.placement.slots, len(one.placement.resident), one.placement.counts, counts)
+            for one, counts in zip(state.layers, state.counts, strict=True)
+        )
+        if reset:
+            state.counts = [LayerCounts() for _ in layers]
+            for one in state.layers:
+                one.placement.counts = PlacementCounts()
+        else:
+            layers = tuple(
+                replace(one, placement=replace(one.placement), counts=replace(one.counts)) for one in layers
+            )
+        return ResidencyReport(
+            policy=state.config.policy,
+            tier=state.tier,
+            num_experts=state.layers[0].num_experts,
+            bytes_per_expert=state.layers[0].stacked.bytes_per_expert,
+            fast_bytes=state.fast_bytes,
+            spilled_bytes=state.spilled,
+            decision=state.costs.explain(state.config.miss),
+            costs=state.costs,
+            layers=layers,
+        )
