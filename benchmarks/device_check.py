@@ -6,10 +6,13 @@ Sections, in this order; each is skipped by name when the time that is left woul
             shapes, over poisoned memory. Nothing is timed unless all of it is right.
   times     median times (`triton.testing.do_bench`) of every kernel, over inputs that rotate so that the L2 cache does
             not hold them, beside their floors, beside a layer with `F.grouped_mm` and one with a loop over experts
+  decode    one block of a model with LLaDA2.0-mini's layers at several numbers of sequences: dense and with a plan,
+            experts by `F.grouped_mm` and by the kernels
+  graph     the plan's iterations captured as CUDA graphs, in the same decode
 
 The floors are arithmetic: bytes that must move at 3.35 TB/s (H100) and 4.8 TB/s (H200), operations at 990 TFLOP/s.
 
-Without a GPU this refuses, except with --dry-run: the same at tiny shapes on the CPU, fp32 and fp16, in
+Without a GPU this refuses, except with --dry-run: all but the graph at tiny shapes on the CPU, fp32 and fp16, in
 Triton's interpreter, to test the script itself; the times that it prints then mean nothing.
 """
 
@@ -34,6 +37,7 @@ if __name__ == "__main__":
 
 import torch
 import triton
+from parts.device_decode import GRAPH, WAYS, Decode, agree, distinct_experts, make_model, measure, same_as_uncaptured
 from parts.kernel_checks import Checks
 from parts.kernel_layers import RELEASED, TINY, LayerShape, make_weights
 from parts.kernel_times import Timed, Timer
@@ -41,9 +45,9 @@ from parts.kernel_times import Timed, Timer
 import epoch_moe
 from epoch_moe.kernels.launch import supports_triton
 
-SECTIONS = ("correct", "times")
+SECTIONS = ("correct", "times", "decode", "graph")
 # Seconds that a section's next step must be expected to fit into.
-STEP = {"correct": 20.0, "times": 20.0}
+STEP = {"correct": 20.0, "times": 20.0, "decode": 30.0, "graph": 20.0}
 
 
 @dataclass
@@ -129,6 +133,43 @@ def times(setting: Setting, batches: list[int]) -> list[dict[str, Any]]:
     return records
 
 
+def decodes(setting: Setting, batches: list[int], sections: list[str]) -> dict[str, Any]:
+    """The last two sections: seconds per block and batch, dense over plan."""
+    result: dict[str, Any] = {"batches": {}}
+    model = None
+    # The interpreter takes minutes for a plan's decode: two forwards there, and times of the torch backends only.
+    forwards, ways = (2, tuple(way for way in WAYS if way.backend != "triton")) if setting.dry else (8, WAYS)
+    for batch in batches:
+        wanted = [section for section in ("decode", "graph") if section in sections]
+        wanted = [section for section in wanted if setting.budget.allows(section, f"{batch} sequences")]
+        if not wanted:
+            continue
+        if model is None:
+            model = make_model(setting.device, setting.dry, setting.seed)
+            first = Decode(model, 1, setting.seed, forwards)
+            result["distinct_experts"] = distinct_experts(model, first)
+            # fp32 in the interpreter; bf16 rounds differently in every backend, and near-ties flip with it.
+            result["relative_rms"] = agree(first, ("grouped", "triton"), 1e-4 if setting.dry else 0.05)
+        decode = Decode(model, batch, setting.seed, forwards)
+        of_batch: dict[str, Any] = {}
+        if "decode" in wanted:
+            of_batch |= measure(decode, ways, repeats=1 if setting.dry else 5)
+        if "graph" in wanted:
+            if setting.dry:
+                setting.budget.skipped.append("graph: needs a GPU")
+            else:
+                of_batch["captured_against_plain"] = error = same_as_uncaptured(decode)
+                if not error < 0.01:
+                    raise SystemExit(f"captured iterations differ: relative RMS {error:.4f} at {batch} sequences")
+                of_batch |= measure(decode, (GRAPH,), repeats=5)
+        result["batches"][str(batch)] = of_batch
+        for name, numbers in of_batch.items():
+            if isinstance(numbers, dict):
+                print(f"  {batch:4} sequences  {name:20} {numbers['seconds'] * 1e3:9.2f} ms per block", flush=True)
+        del decode
+    return result
+
+
 def cpu_timer(call: Callable[[], object]) -> float:
     """One call: for a dry run, where time means nothing."""
     start = time.perf_counter()
@@ -209,9 +250,11 @@ def main() -> int:
         if "times" in arguments.sections:
             result["times"] = times(setting, batches)
             write()
+        if {"decode", "graph"} & set(arguments.sections):
+            result["decode"] = decodes(setting, batches, arguments.sections)
     write()
     if setting.budget.skipped:
-        print("skipped for want of time: " + "; ".join(setting.budget.skipped))
+        print("skipped: " + "; ".join(setting.budget.skipped))
     print(f"{result['seconds']:.0f} s" + (f", written to {arguments.json}" if arguments.json else ""))
     return 0
 

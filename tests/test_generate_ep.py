@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,10 +75,19 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
         if "patched" in line or "updated" in line:
             break
     time.sleep(2)
-    os.killpg(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)  # torchrun gives every process a session of its own, and passes it on
+    start = time.monotonic()
     try:
-        process.communicate(timeout=120)
+        _, rest = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode not in (0, None)
+    assert time.monotonic() - start < 25, rest  # torchrun kills what is still there after 30 s
+    assert "rank 0: interrupted" in rest and "rank 1: interrupted" in rest, rest
+    assert rest.count("Traceback") <= 1, rest  # torchrun's own
+    ranks = [int(pid) for pid in re.findall(r"Sending process (\d+) closing signal", rest)]
+    assert len(ranks) == 2
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

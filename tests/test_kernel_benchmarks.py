@@ -283,3 +283,16 @@ def test_device_check_times_in_the_interpreter(tmp_path):
     assert {"grouped_mlp", "layer, triton", "layer, grouped_mm", "layer, loop"} <= names
     for record in records:
         assert record["us"] > 0 and record["floor_us_H200"] <= record["floor_us_H100"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_device_check_decodes_in_the_interpreter(tmp_path):
+    """Dense and the exact plan agree in both backends on two forwards; captured graphs need a GPU."""
+    path = tmp_path / "device.json"
+    done = run("device_check.py", "--dry-run", "--sections", "decode", "graph", "--json", str(path), timeout=580)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    errors = result["decode"]["relative_rms"]
+    assert set(errors) == {"dense, grouped", "exact plan, grouped", "dense, triton", "exact plan, triton"}
+    assert result["skipped"] == ["graph: needs a GPU"] and 8 <= result["decode"]["distinct_experts"] <= 16

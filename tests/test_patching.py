@@ -153,6 +153,13 @@ def test_a_hundred_cycles_leave_no_trace(model: LLaDA2MoeModelLM) -> None:
     assert all(torch.equal(value, want[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("backend", ["grouped", "triton", "loop", "reference"])
+def test_the_first_patch_takes_any_backend_that_fits(model: LLaDA2MoeModelLM, backend: str) -> None:
+    """It asks before anything is stacked: what is asked about must lie as the stacked weights will."""
+    report = epoch_moe.patch(model, EpochConfig(backend=backend))  # type: ignore[arg-type]
+    assert not report.updated and report.backend == backend
+
+
 def test_a_second_patch_only_updates_the_configuration(model: LLaDA2MoeModelLM, want: Tensor) -> None:
     epoch_moe.patch(model)
     blocks = moe_modules(model)

@@ -28,6 +28,7 @@ NAMES = [
     "patch",
     "patched",
     "plan_report",
+    "record_trace",
     "register_auto_classes",
     "residency_report",
     "unpatch",

@@ -106,6 +106,9 @@ def test_parameters_become_views_and_keep_their_values(layout: LayoutName, poiso
     assert outline.gate_up_E2FH.shape == stacked.gate_up_E2FH.shape == (E, 2 * INNER, H)
     assert outline.down_EHF.shape == stacked.down_EHF.shape == (E, H, INNER)
     assert stacked.gate_up_E2FH.is_contiguous() and stacked.down_EHF.is_contiguous()
+    assert outline.gate_up_E2FH.stride() == stacked.gate_up_E2FH.stride()
+    assert outline.down_EHF.stride() == stacked.down_EHF.stride()
+    assert outline.down_EHF.device == stacked.down_EHF.device and outline.down_EHF.dtype == stacked.down_EHF.dtype
     assert holder.weights.moved_bytes == MOVED[layout]
     assert holder.weights.peak_bytes == (0 if layout == "fused" else item_bytes(E, 2 * INNER, H))
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in holder.parameters()}

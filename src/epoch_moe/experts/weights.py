@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
 
@@ -159,10 +160,12 @@ class ExpertWeights:
         self.layout.check()
 
     def outline(self) -> Stacked:
-        """One expert of what `ensure` would give, uninitialised: to ask whether a backend fits."""
-        _, inner, hidden = self.layout.sizes()
-        one = self.layout.params()[0].detach()
-        return Stacked(one.new_empty(1, 2 * inner, hidden), one.new_empty(1, hidden, inner))
+        """What `ensure` would give, down to the strides but without memory: to ask whether a backend fits."""
+        num_experts, inner, hidden = self.layout.sizes()
+        param = self.layout.params()[0]
+        with FakeTensorMode():
+            sizes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+            return Stacked(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)
