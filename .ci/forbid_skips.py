@@ -4,7 +4,6 @@ Locally somebody may lack an optional package; in CI everything is installed, so
 Loaded by name through ``PYTEST_PLUGINS=forbid_skips`` with this folder on ``PYTHONPATH``.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ import pytest
 _forbidden: list[str] = []
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Note a skipped test that has no ``gpu`` mark; an expected failure is no skip."""
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu") is None:
-        _forbidden.append(item.nodeid)
-    return report
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a skipped test that has no ``gpu`` mark; an expected failure is no skip.
+
+    With several workers (pytest-xdist) this hook runs where the results come together, and reports carry their marks.
+    """
+    if report.skipped and not hasattr(report, "wasxfail") and "gpu" not in report.keywords:
+        _forbidden.append(report.nodeid)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

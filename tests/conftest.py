@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter then. Triton reads this when it is imported, so before anything does that.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One process per core: more threads in each would only wait for each other.
+    torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:

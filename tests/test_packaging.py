@@ -92,7 +92,7 @@ def test_readme_commands() -> None:
     assert re.search(r"pip install -c constraints-cpu\.txt \.( |$)", run), run
     assert " epoch-moe compare " in run, run
     assert re.search(r"pip install -c constraints-cpu\.txt '\.\[test\]'", test), test
-    assert 'python -m pytest -m "not slow"' in test, test
+    assert 'python -m pytest -n 2 -m "not slow"' in test, test
 
 
 def test_ci_takes_its_commands_from_the_readme() -> None:
