@@ -133,35 +133,34 @@ def times(setting: Setting, batches: list[int]) -> list[dict[str, Any]]:
     return records
 
 
-def decodes(setting: Setting, batches: list[int], sections: list[str]) -> dict[str, Any]:
-    """The last two sections: seconds per block and batch, dense over plan."""
-    result: dict[str, Any] = {"batches": {}}
-    model = None
+def decodes(setting: Setting, batches: list[int], section: str) -> dict[str, Any]:
+    """One of the last two sections: seconds per block, by number of sequences and way."""
+    if section == "graph" and setting.dry:
+        setting.budget.skipped.append("graph: needs a GPU")
+        return {}
     # The interpreter takes minutes for a plan's decode: two forwards there, and times of the torch backends only.
     forwards, ways = (2, tuple(way for way in WAYS if way.backend != "triton")) if setting.dry else (8, WAYS)
+    result: dict[str, Any] = {"batches": {}}
+    model = None
     for batch in batches:
-        wanted = [section for section in ("decode", "graph") if section in sections]
-        wanted = [section for section in wanted if setting.budget.allows(section, f"{batch} sequences")]
-        if not wanted:
+        if not setting.budget.allows(section, f"{batch} sequences"):
             continue
         if model is None:
             model = make_model(setting.device, setting.dry, setting.seed)
-            first = Decode(model, 1, setting.seed, forwards)
-            result["distinct_experts"] = distinct_experts(model, first)
-            # fp32 in the interpreter; bf16 rounds differently in every backend, and near-ties flip with it.
-            result["relative_rms"] = agree(first, ("grouped", "triton"), 1e-4 if setting.dry else 0.05)
+            if section == "decode":
+                first = Decode(model, 1, setting.seed, forwards)
+                result["distinct_experts"] = distinct_experts(model, first)
+                # fp32 in the interpreter; bf16 rounds differently in every backend, and near-ties flip with it.
+                result["relative_rms"] = agree(first, ("grouped", "triton"), 1e-4 if setting.dry else 0.05)
         decode = Decode(model, batch, setting.seed, forwards)
         of_batch: dict[str, Any] = {}
-        if "decode" in wanted:
+        if section == "decode":
             of_batch |= measure(decode, ways, repeats=1 if setting.dry else 5)
-        if "graph" in wanted:
-            if setting.dry:
-                setting.budget.skipped.append("graph: needs a GPU")
-            else:
-                of_batch["captured_against_plain"] = error = same_as_uncaptured(decode)
-                if not error < 0.01:
-                    raise SystemExit(f"captured iterations differ: relative RMS {error:.4f} at {batch} sequences")
-                of_batch |= measure(decode, (GRAPH,), repeats=5)
+        else:
+            of_batch["captured_against_plain"] = error = same_as_uncaptured(decode)
+            if not error < 0.01:
+                raise SystemExit(f"captured iterations differ: relative RMS {error:.4f} at {batch} sequences")
+            of_batch |= measure(decode, (GRAPH,), repeats=5)
         result["batches"][str(batch)] = of_batch
         for name, numbers in of_batch.items():
             if isinstance(numbers, dict):
@@ -250,8 +249,10 @@ def main() -> int:
         if "times" in arguments.sections:
             result["times"] = times(setting, batches)
             write()
-        if {"decode", "graph"} & set(arguments.sections):
-            result["decode"] = decodes(setting, batches, arguments.sections)
+        for section in ("decode", "graph"):
+            if section in arguments.sections:
+                result[section] = decodes(setting, batches, section)
+                write()
     write()
     if setting.budget.skipped:
         print("skipped: " + "; ".join(setting.budget.skipped))
