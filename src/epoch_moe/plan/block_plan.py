@@ -97,7 +97,44 @@ class BlockPlan:
         self.compact = compact
         self.layers = [LayerState(SupportState(fixed=compact is not None)) for _ in range(num_layers)]
         self.forwards = 0
+        self.moves = 0
         self._stamps_BN: Tensor | None = None
+        self._missing: Tensor | None = None
+
+    def restart(self) -> None:
+        """Begin another block of the same shape in the same memory."""
+        self.forwards = 0
+        for layer in self.layers:
+            layer.last_forward = layer.entered = -1
+        for state, value in ((self._stamps_BN, NO_TOKEN), (self._missing, 0)):
+            if state is not None:
+                state.fill_(value)
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What a recording of this plan's work depends on beside the kind of forward: its memory, and its shape."""
+        return (id(self), self.moves, self.batch, self.window, self.prefix, self.future, int(self.prefix_constant))
+
+    @property
+    def is_refresh(self) -> bool:
+        """Whether the next forward recomputes all rows."""
+        interval = self.config.refresh_interval
+        return interval is not None and self.forwards % interval == 0
+
+    def check_capacity(self) -> None:
+        """Were all fresh rows computed? Waits for the device if a forward had a smaller capacity than rows.
+
+        Raises:
+            RuntimeError: some were not, and what was decoded from these forwards is wrong.
+        """
+        if self._missing is not None:
+            missing = int(self._missing)
+            self._missing.zero_()
+            if missing > 0:
+                raise RuntimeError(
+                    f"a forward had {missing} fresh rows more than its capacity, and they were not computed: what was "
+                    "decoded since is wrong. Decode the block again with a larger capacity (None always suffices)"
+                )
 
     def next_forward(
         self,
@@ -133,7 +170,13 @@ class BlockPlan:
         )
         if self.compact is None:
             self._read_shortfalls()
-        return ForwardPlan(self, ids_BS, states, lead, self.forwards, capacity)
+        forward = ForwardPlan(self, ids_BS, states, lead, self.forwards, capacity)
+        if isinstance(forward.rows, PaddedRowPlan) and forward.rows.capacity < forward.rows.total:
+            missing = forward.rows.count - forward.rows.capacity
+            if self._missing is None:
+                self._missing = torch.zeros_like(missing)
+            torch.maximum(self._missing, missing, out=self._missing)
+        return forward
 
     def _read_shortfalls(self) -> None:
         """Have the layers whose support fell short in the last forward compile it anew (one sync for all layers)."""
@@ -173,11 +216,8 @@ class ForwardPlan:
         number: int,
         capacity: int | None = None,
     ):
-        config = plan.config
         self.plan, self.ids_BS, self.states, self.lead, self.number = plan, ids_BS, states, lead, number
-        self.cold = number == 0
-        interval = config.refresh_interval
-        self.refresh = interval is not None and number % interval == 0
+        self.cold, self.refresh = number == 0, plan.is_refresh
         self.wants_router = False
         self.rows, self.stored_BS = self._plan(self.cold, self.refresh, capacity)
         self._full_rows = self.rows if self.cold else None
@@ -263,5 +303,6 @@ class ForwardPlan:
             rows, cold = self._full_rows, True
         if not fits:
             state.cache_MH = x_BSH.new_empty(cache_shape)
+            self.plan.moves += 1
         state.last_forward = self.number
         return LayerStep(rows, state, cold)

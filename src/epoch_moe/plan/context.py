@@ -8,7 +8,7 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,6 +20,7 @@ from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.device import compact_for
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
+from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, check_capture
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import ExpertRecorder
 from epoch_moe.plan.slot import DenseForward, PlanSlot
@@ -93,6 +94,8 @@ class BlockPlanContext:
         self._plan: BlockPlan | None = None
         self._open = self._entered = False
         self._latest: ForwardPlan | DenseForward | None = None
+        self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
+        self.weights_at: tuple[int, ...] = ()
 
     def begin_block(
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
@@ -113,17 +116,26 @@ class BlockPlanContext:
             # A trace is made of lists, and so is what experts outside of fast memory are chosen by.
             listed = self._patched.slot.tracer is not None or self._patched.residency is not None
             alone = self._patched.ep is None and not listed
-            self._plan = BlockPlan(
-                self.config,
-                self.counters.num_layers,
-                batch=batch,
-                window=window,
-                prefix=prefix,
-                prefix_constant=prefix_constant,
-                future=future,
-                counters=self.counters,
-                compact=compact_for(self.config, layers) if alone else None,
-            )
+            compact = compact_for(self.config, layers) if alone else None
+            kept, shape = self._kept, (batch, window, prefix, prefix_constant, future)
+            if kept is not None and shape in kept and kept[shape].compact is compact:
+                self._plan = kept[shape]
+                self._plan.restart()
+            else:
+                self._plan = BlockPlan(
+                    self.config,
+                    self.counters.num_layers,
+                    batch=batch,
+                    window=window,
+                    prefix=prefix,
+                    prefix_constant=prefix_constant,
+                    future=future,
+                    counters=self.counters,
+                    compact=compact,
+                )
+            if kept is not None:
+                kept[shape] = self._plan
+                self.weights_at = tuple(w.data_ptr() for e in layers for w in (*e.projections, e.down_EHF))
 
     def end_block(self) -> None:
         """Discard the block's supports, masks and caches. Only K/V lives on."""
@@ -142,6 +154,7 @@ class BlockPlanContext:
         self.begin_block(batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant, future=future)
         try:
             yield
+            self.check_capacity()
         finally:
             self.end_block()
 
@@ -155,6 +168,8 @@ class BlockPlanContext:
         lead: int = 0,
         live_BN: Tensor | None = None,
         changed_BN: Tensor | None = None,
+        capacity: int | None = None,
+        history: bool = True,
     ) -> Iterator[None]:
         """Surround exactly one forward of the model.
 
@@ -169,6 +184,10 @@ class BlockPlanContext:
                 that a decoder may still edit, for one. With ``mask_id`` such a row routes as freely as a newly decoded
                 one; without it every live row counts as undecoded.
             changed_BN: bool, rows whose cached output must not be used.
+            capacity: with rows on the device (``backend="triton"``), how many fresh rows there is room for in a
+                forward that is neither the block's first nor a refresh; None = for all. Call `check_capacity` before
+                tokens of such forwards are used: too many rows show on the device only.
+            history: enter the forward in ``counters.history``.
 
         A forward that raises closes the block: the model is left without a plan, as before.
         """
@@ -183,14 +202,20 @@ class BlockPlanContext:
             forward = DenseForward(self.counters, ids_BS.shape, valid_BS, lead=lead, cold=not self._entered)
         else:
             forward = self._plan.next_forward(
-                ids_BS, mask_id=mask_id, valid_BS=valid_BS, lead=lead, live_BN=live_BN, changed_BN=changed_BN
+                ids_BS,
+                mask_id=mask_id,
+                valid_BS=valid_BS,
+                lead=lead,
+                live_BN=live_BN,
+                changed_BN=changed_BN,
+                capacity=capacity,
             )
         if self.counters.recorder is not None:
             self.counters.recorder.begin_forward()
         try:
             with self._patched.slot.activate(forward):
                 yield
-            self._check_capacity()
+            self._check_dispatch()
         except BaseException:
             self.end_block()
             raise
@@ -198,7 +223,60 @@ class BlockPlanContext:
         self.counters.add_forward(forward.num_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
-            self.counters.add_history(forward.numbers())
+            if history:
+                self.counters.add_history(forward.numbers())
+
+    def capture(self, run: Run, graph: Callable[[], Graph] | None = None) -> CapturedIterations:
+        """Record this decode's iterations as CUDA graphs, and replay them; see `epoch_moe.plan.capture`.
+
+        From here on blocks of one shape share their memory, so that recordings outlive a block.
+
+        Args:
+            run: the forward, from token ids ``[B,S]``.
+            graph: makes a recorder; None: `CudaGraph`, which needs a GPU.
+
+        Raises:
+            RuntimeError: no GPU is here; or the experts are on several ranks; or the decode is recorded or traced.
+            ValueError: the decode has no plan.
+        """
+        check_capture(self, self._patched, on_gpu=graph is None)
+        if self._open:
+            raise RuntimeError("capture: a block is open: call capture before begin_block")
+        self._kept = {}
+        return CapturedIterations(self, run, CudaGraph if graph is None else graph)
+
+    def open_plan(self) -> BlockPlan:
+        """The plan of the open block.
+
+        Raises:
+            RuntimeError: none is open.
+        """
+        if self._plan is None:
+            raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
+        return self._plan
+
+    @property
+    def latest(self) -> ForwardPlan | DenseForward | None:
+        """The last forward of the open block."""
+        return self._latest
+
+    def replayed(self, forward: ForwardPlan) -> None:
+        """Note on the host that a recorded iteration was done again."""
+        plan = self.open_plan()
+        for layer in plan.layers:
+            layer.entered = layer.last_forward = plan.forwards
+        plan.forwards += 1
+        self.counters.forwards += 1
+        self._latest = forward
+
+    def check_capacity(self) -> None:
+        """Were all fresh rows computed? To be asked where tokens are read, after forwards with a ``capacity``.
+
+        Raises:
+            RuntimeError: see `BlockPlan.check_capacity`.
+        """
+        if self._plan is not None:
+            self._plan.check_capacity()
 
     @contextmanager
     def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
@@ -216,10 +294,10 @@ class BlockPlanContext:
             self._take_turn(Turn.PREFILL if self._begins_together else Turn.ITERATION, ids_BS)
         with self._patched.slot.activate(forward):
             yield
-        self._check_capacity()
+        self._check_dispatch()
         self.counters.add_forward(forward.num_rows)
 
-    def _check_capacity(self) -> None:
+    def _check_dispatch(self) -> None:
         """Before a decoder reads a forward's logits: did every row reach its experts?"""
         if self._patched.ep is not None and self._patched.ep.dispatcher.capacity is not None:
             self._patched.ep.dispatcher.check_capacity()
