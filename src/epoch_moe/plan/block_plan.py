@@ -128,7 +128,7 @@ class BlockPlan:
             RuntimeError: some were not, and what was decoded from these forwards is wrong.
         """
         if self._missing is not None:
-            missing = int(self._missing)
+            missing = int(self._missing.item())
             self._missing.zero_()
             if missing > 0:
                 raise RuntimeError(

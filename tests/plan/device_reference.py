@@ -1,0 +1,91 @@
+"""The plain-torch references in the place of the kernels, so that whole decodes on the device path take milliseconds.
+
+Those that look at values are ops, as the kernels are: what records an iteration then sees one call.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from epoch_moe.kernels.combine_restore_reference import combine_reference, combine_restore_reference
+from epoch_moe.kernels.compaction_reference import compact_reference
+from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
+from epoch_moe.kernels.route_reference import route_reference
+from epoch_moe.kernels.worklist_reference import DeviceWorklist, worklist_reference
+from epoch_moe.plan.atlas import compile_support
+from epoch_moe.routing import RouterSpec
+
+
+@torch.library.custom_op("epoch_moe_tests::pairs", mutates_args=())
+def _pairs(
+    x_TH: Tensor,
+    rows_R: Tensor | None,
+    pair_P: Tensor,
+    offsets_E: Tensor,
+    gate_EFH: Tensor,
+    up_EFH: Tensor,
+    down_EHF: Tensor,
+    top_k: int,
+) -> Tensor:
+    lists = DeviceWorklist(pair_P, pair_P, pair_P, offsets_E, pair_P, pair_P, pair_P, 1)
+    return grouped_mlp_reference(x_TH, rows_R, lists, gate_EFH, up_EFH, down_EHF, top_k)
+
+
+def _grouped_mlp(
+    x_TH: Tensor, rows_R: Tensor | None, worklist: DeviceWorklist, gate: Tensor, up: Tensor, down: Tensor, top_k: int,
+    config: object,
+) -> Tensor:  # fmt: skip
+    pairs_PH: Tensor = _pairs(x_TH, rows_R, worklist.pair_P, worklist.offsets_E, gate, up, down, top_k)
+    return pairs_PH
+
+
+@torch.library.custom_op("epoch_moe_tests::combine_restore", mutates_args=("cache_MH", "out_TH"))
+def _combine_restore(
+    pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor,
+    out_TH: Tensor,
+) -> None:  # fmt: skip
+    combine_restore_reference(pairs_PH, rank_RK, weights_RK, source_T, store_R, cache_MH, out_TH)
+
+
+@torch.library.custom_op("epoch_moe_tests::combine", mutates_args=())
+def _combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
+    return combine_reference(pairs_PH, rank_RK, weights_RK, count)
+
+
+@torch.library.custom_op("epoch_moe_tests::compile_support", mutates_args=())
+def _compile(
+    selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None, kind: str, top_k: int,
+    n_group: int, topk_group: int, coverage: float, factor: int,
+) -> Tensor:  # fmt: skip
+    experts = selection_GWE.shape[2]
+    spec = RouterSpec(kind=kind, num_experts=experts, top_k=top_k, n_group=n_group, topk_group=topk_group)  # type: ignore[arg-type]
+    # As the kernel: rows that do not vote may hold anything.
+    selection, weights = (t.masked_fill(~votes_GW.unsqueeze(-1), 0.0) for t in (selection_GWE, weights_GWE))
+    support_GE = compile_support(selection, weights, votes_GW, spec, coverage, factor)
+    return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
+
+
+def _compile_support_device(
+    selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, spec: RouterSpec, coverage: float, factor: int,
+    only_G: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    support_GE: Tensor = _compile(
+        selection_GWE, weights_GWE, votes_GW, only_G, spec.kind, spec.top_k, spec.n_group, spec.topk_group, coverage,
+        factor,
+    )  # fmt: skip
+    return support_GE
+
+
+def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the references where the library looks for the kernels."""
+    from epoch_moe.kernels import atlas, combine_restore, compaction, grouped_mlp, route, worklist
+
+    monkeypatch.setattr(atlas, "compile_support_device", _compile_support_device)
+    monkeypatch.setattr(combine_restore, "combine_restore", _combine_restore)
+    monkeypatch.setattr(combine_restore, "combine", _combine)
+    monkeypatch.setattr(compaction, "compact", compact_reference)
+    monkeypatch.setattr(grouped_mlp, "grouped_mlp", _grouped_mlp)
+    monkeypatch.setattr(route, "route", route_reference)
+    monkeypatch.setattr(worklist, "device_worklist", worklist_reference)
