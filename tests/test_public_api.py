@@ -58,7 +58,7 @@ def test_signatures_are_these() -> None:
         "self", "batch", "window", "prefix", "prefix_constant", "future",
     ]
     assert parameters(epoch_moe.BlockPlanContext.iteration) == [
-        "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN",
+        "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN", "capacity",
     ]
     assert parameters(epoch_moe.ResidencyConfig) == [
         "budget", "policy", "source", "spill_dir", "miss", "tier", "drop_cache",

@@ -21,7 +21,8 @@ from torch import Tensor
 from epoch_moe.plan.block_plan import ForwardPlan
 
 if TYPE_CHECKING:
-    from epoch_moe.plan.context import BlockPlanContext, Patched
+    from epoch_moe.plan.context import BlockPlanContext
+    from epoch_moe.plan.patched import Patched
 
 Run = Callable[[Tensor], Any]
 
@@ -78,6 +79,8 @@ def check_capture(context: BlockPlanContext, patched: Patched, *, on_gpu: bool) 
         raise RuntimeError(f"capture: CUDA graphs need a GPU, and the experts are on {device}: run without capture")
     if patched.ep is not None:
         raise RuntimeError("capture: the experts are on several ranks, whose exchanges have other sizes every time")
+    if patched.residency is not None:
+        raise RuntimeError("capture: experts come and go between the tiers of a residency: run without capture")
     if context.counters.recorder is not None or patched.slot.tracer is not None:
         raise RuntimeError("capture: a record of experts (record=True, or a trace) reads every forward: omit it")
 
@@ -165,8 +168,12 @@ class CapturedIterations:
         graph = self._make()
         fixed: dict[str, Any] = {name: tensor.clone() for name, tensor in inputs.items()}
         left = dict(self.context.counters.fallbacks)
-        with graph.record(), self.context.iteration(**fixed, **options, history=False):
-            output = self.run(fixed["ids_BS"])
+        self.context.recording = True
+        try:
+            with graph.record(), self.context.iteration(**fixed, **options):
+                output = self.run(fixed["ids_BS"])
+        finally:
+            self.context.recording = False
         if dict(self.context.counters.fallbacks) != left:
             now = dict(self.context.counters.fallbacks)
             self.context.end_block()

@@ -8,58 +8,24 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.device import compact_for
-from epoch_moe.freshlane.expert_parallel import ExpertParallel, Turn
+from epoch_moe.freshlane.expert_parallel import Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, check_capture
 from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.recorder import ExpertRecorder
-from epoch_moe.plan.slot import DenseForward, PlanSlot
-
-if TYPE_CHECKING:
-    from epoch_moe.residency.state import Residency
+from epoch_moe.plan.slot import DenseForward
 
 LmHeadRows = Literal["live", "block"]
-
-
-class Patched(Protocol):
-    """What `epoch_moe.patch` leaves on a model under ``_epoch_moe``."""
-
-    slot: PlanSlot
-    config: EpochConfig | None
-    ep: ExpertParallel | None
-    residency: Residency | None
-
-    @property
-    def routing_block(self) -> int | None:
-        """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
-        ...
-
-    def bytes_per_expert(self) -> list[int]:
-        """For each MoE layer."""
-        ...
-
-    def ensure_stacked(self) -> Sequence[Experts]:
-        """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where ids and masks of forwards are."""
-        ...
-
-    def idle_forward(self, batch: int, rows: int) -> None:
-        """Run every MoE block on rows that do not exist, for the collectives in it."""
-        ...
 
 
 class BlockPlanContext:
@@ -96,6 +62,7 @@ class BlockPlanContext:
         self._latest: ForwardPlan | DenseForward | None = None
         self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
         self.weights_at: tuple[int, ...] = ()
+        self.recording = False  # then `CapturedIterations` enters the forward in the history
 
     def begin_block(
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
@@ -169,7 +136,6 @@ class BlockPlanContext:
         live_BN: Tensor | None = None,
         changed_BN: Tensor | None = None,
         capacity: int | None = None,
-        history: bool = True,
     ) -> Iterator[None]:
         """Surround exactly one forward of the model.
 
@@ -187,7 +153,6 @@ class BlockPlanContext:
             capacity: with rows on the device (``backend="triton"``), how many fresh rows there is room for in a
                 forward that is neither the block's first nor a refresh; None = for all. Call `check_capacity` before
                 tokens of such forwards are used: too many rows show on the device only.
-            history: enter the forward in ``counters.history``.
 
         A forward that raises closes the block: the model is left without a plan, as before.
         """
@@ -223,7 +188,7 @@ class BlockPlanContext:
         self.counters.add_forward(forward.num_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
-            if history:
+            if not self.recording:
                 self.counters.add_history(forward.numbers())
 
     def capture(self, run: Run, graph: Callable[[], Graph] | None = None) -> CapturedIterations:

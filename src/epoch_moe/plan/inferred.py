@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.context import BlockPlanContext, Patched
+from epoch_moe.plan.context import BlockPlanContext
 from epoch_moe.plan.counters import Counters, Work
+from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.plan.transitions import Decision, Hints, Seen, Tracker
 
