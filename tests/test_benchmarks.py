@@ -139,3 +139,22 @@ def test_load_at_scale_keeps_its_share_only(tmp_path):
     biases = 31 * 256 * 2  # fp32
     assert sum(flash["parts"].values()) == 2 * 102_889_705_216 + biases  # the released number of parameters
     assert flash["bytes_per_rank"]["8"] < flash["promised_on_8"] < 80e9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_residency_at_scale_keeps_its_budget_and_its_tokens(tmp_path):
+    path = tmp_path / "scale.json"
+    done = run("residency_at_scale.py", "--quick", "--folder", str(tmp_path), "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["scale.json"], "the checkpoint is removed"
+    result = json.loads(path.read_text())
+    runs = result["runs"]
+    assert len({numbers["hidden"] for numbers in runs.values()}) == 1 and {"retention", "lru", "disk"} <= set(runs)
+    assert runs["disk"]["residency"]["hit_rate"] == 0 < runs["lru"]["residency"]["hit_rate"]
+    for name in ("retention", "lru"):
+        numbers = runs[name]["residency"]
+        assert numbers["fast_bytes"] <= result["budget_bytes"] and runs[name]["peak_bytes"] <= runs[name]["bound_bytes"]
+        # One expert in bf16: every byte that was read is a load or a bypass (swaps were read as bypasses).
+        reads = numbers["loads"] - numbers["swaps"] + numbers["bypassed"]
+        assert numbers["file_bytes"] == reads * 3 * 256 * 128 * 2

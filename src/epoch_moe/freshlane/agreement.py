@@ -6,7 +6,7 @@ Each rank computes its own; `Ranks.agree` compares them. Experts are left out: e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,14 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(outline.digest() + numbers.encode()).hexdigest()[:16]
 
 
+def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What `state_dict` holds, in its order. Not through it: experts outside of memory have none."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
+
+
 def describe_model(model: nn.Module, blocks: Mapping[str, Any]) -> dict[str, str]:
     """What ranks that share a model's experts must agree on, before the first forward.
 
@@ -62,7 +70,7 @@ def describe_model(model: nn.Module, blocks: Mapping[str, Any]) -> dict[str, str
     }
     apart = {id(tensor) for tensor in gates.values()}
     apart |= {id(param) for block in blocks.values() for param in block.weights.layout.params()}
-    others = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in apart}
+    others = {name: tensor for name, tensor in _stored_tensors(model) if id(tensor) not in apart}
     stacked = first.weights.stacked
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}

@@ -28,7 +28,7 @@ from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.freshlane.worklist import build_worklist, combine
 from epoch_moe.residency.demand import Demand
-from epoch_moe.residency.placement import LayerPlacement, Steps
+from epoch_moe.residency.placement import LayerPlacement, Move, Steps
 from epoch_moe.residency.sources import ExpertSource
 from epoch_moe.routing import NO_EXPERT
 
@@ -196,7 +196,8 @@ class ResidentExperts:
                         x_PH[:hit_pairs], self.slots, in_slots, worklist.offsets_E[:slots]
                     )
                 counts.slot_seconds += time.perf_counter() - start
-                self._compute_missing(x_PH, out_PH, hit_pairs, pairs_E, arrivals, arrived, segments)
+                swaps = {move[0]: move for move in steps.swaps}
+                self._compute_missing(x_PH, out_PH, hit_pairs, pairs_E, arrivals, arrived, swaps, segments)
         except BaseException:
             # Their slots hold nothing that could be used, or half of it.
             self.placement.forget(expert for expert in slot_of if expert not in arrived)
@@ -211,9 +212,13 @@ class ResidentExperts:
         pairs_E: list[int],
         arrivals: Iterator[tuple[int, bool, Stacked]],
         arrived: set[int],
+        swaps: dict[int, Move],
         segments: Callable[..., Tensor],
     ) -> None:
-        """The products of missing experts, as they come in; those that lie on the host are computed there."""
+        """The products of missing experts, as they come in; those that lie on the host are computed there.
+
+        Some of them take the slot of one that was used before them: the policy finds them worth more.
+        """
         counts = self.state.counts[self.index]
         host: tuple[int, Tensor, Tensor] | None = None
         for expert, loaded, weights in arrivals:
@@ -233,6 +238,11 @@ class ResidentExperts:
             offsets = torch.tensor([rows], dtype=torch.int32, device=x.device)
             out[part] = segments(x[part], weights, [rows], offsets)
             begin += rows
+            if expert in swaps:
+                slot = swaps[expert][1]
+                self.slots.gate_up_E2FH[slot].copy_(weights.gate_up_E2FH[0])
+                self.slots.down_EHF[slot].copy_(weights.down_EHF[0])
+                self.placement.swap(swaps[expert])
             if not loaded:
                 counts.bypass_seconds += time.perf_counter() - start
             else:
