@@ -1,0 +1,56 @@
+"""All ops of a plan's layer in one function: compiled without a graph break, the same values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.experts.weights import Stacked
+from epoch_moe.freshlane.device import DeviceSelection, planned_lane
+from epoch_moe.kernels.compaction import compact
+from epoch_moe.plan.liveness import classify, decide_rows
+from epoch_moe.plan.padded import pad_rows
+from epoch_moe.plan.support import SupportState, route_fresh
+from epoch_moe.routing import RouterSpec, router_scores
+
+SPEC = RouterSpec(kind="sigmoid_group", num_experts=8, top_k=2, n_group=4, topk_group=2)
+BATCH, SEQ, HIDDEN, INNER = 2, 5, 16, 8
+
+
+def layer(
+    x_TH: Tensor, ids_BS: Tensor, stamps_BS: Tensor, gate_EH: Tensor, stacked: Stacked, support_BE: Tensor,
+    short_B: Tensor, cache_MH: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Row decision, routing with the supports' watch, worklist, experts, combine and restore."""
+    states = classify(ids_BS, stamps_BS, 0, 0, 0, False, False, 9, None, None, None)
+    decision = decide_rows(states, refresh=False, cold=False, lead=0, prefix=0, future=0, restrict_new=False)
+    rows = pad_rows(decision, compact)
+    config = EpochConfig(coverage=0.7)
+    scores = router_scores(x_TH.index_select(0, rows.fresh_R) @ gate_EH.T, None, SPEC)
+    state = SupportState(fixed=True, support_GE=support_BE, short_G=short_B)
+    by = DeviceSelection(scores, None, SPEC, config, rows, x_TH.dtype)
+    routing = route_fresh(scores, SPEC, rows, state, config, cold=False, dtype=x_TH.dtype, by=by)
+    out_TH, counts_E = planned_lane(x_TH, rows, routing, stacked, cache_MH)
+    return out_TH, counts_E, rows.count
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Stacked, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    ids_BS = torch.tensor([[9, 1, 2, 9, 3], [4, 9, 9, 5, 6]])
+    stamps_BS = torch.tensor([[-1, 1, 2, -1, -1], [4, -1, -1, 5, 7]])
+    stacked = Stacked(torch.randn(8, 2 * INNER, HIDDEN) / 4, torch.randn(8, HIDDEN, INNER) / 4)
+    support_BE = torch.tensor([[True] * 4 + [False] * 4, [True] * 8])
+    cache_MH = torch.randn(BATCH * SEQ, HIDDEN).masked_fill_((stamps_BS == -1).view(-1, 1), float("nan"))
+    x_TH, gate_EH = torch.randn(BATCH * SEQ, HIDDEN), torch.randn(8, HIDDEN)
+    return x_TH, ids_BS, stamps_BS, gate_EH, stacked, support_BE, torch.tensor([False, True]), cache_MH
+
+
+@torch.no_grad()
+def test_one_graph_with_the_same_values() -> None:
+    plain, compiled = inputs(), inputs()
+    expected = layer(*plain)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(*compiled)
+    assert expected[2].tolist() == [6] and torch.isfinite(expected[0]).all()
+    for a, b in zip((*expected, *plain[5:]), (*found, *compiled[5:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
