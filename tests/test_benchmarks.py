@@ -158,3 +158,22 @@ def test_residency_at_scale_keeps_its_budget_and_its_tokens(tmp_path):
         # One expert in bf16: every byte that was read is a load or a bypass (swaps were read as bypasses).
         reads = numbers["loads"] - numbers["swaps"] + numbers["bypassed"]
         assert numbers["file_bytes"] == reads * 3 * 256 * 128 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_residency_replays_traces_that_say_what_they_are(tmp_path):
+    path = tmp_path / "residency.json"
+    done = run("residency.py", "--quick", "--part", "traces", "--json", str(path), timeout=280)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    kinds = {trace["about"]["kind"] for trace in result["traces"].values()}
+    assert kinds == {"recorded", "made up"}
+    for trace in result["traces"].values():
+        for numbers in trace["budgets"].values():
+            best = numbers["policies"]["belady_bound"]["hits"]
+            assert numbers["policies"]["belady"]["hits"] == best
+            assert all(one["hits"] <= best for name, one in numbers["policies"].items() if name != "static")
+    headline = result["summary"]["0.4"]
+    assert headline["retention_hit_rate"] > headline["lru_hit_rate"] > headline["plain_lru_hit_rate"]
+    assert headline["share_of_belady"] > 0.9

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from routing_trace import BLOCK, FORWARDS, MASK, Forward, Knobs, Shape, trace
+from routing_trace import BLOCK, MASK, Forward, Knobs, Shape, trace
 from torch import Tensor
 
 from epoch_moe import EpochConfig
@@ -22,6 +22,8 @@ from epoch_moe.residency.demand import RowClass
 from epoch_moe.residency.trace import Trace, TraceRecorder
 from epoch_moe.routing import Routing, Scores
 
+KNOBS = Knobs(shared=0.8828125, across=0.9780859375, live=0.845703125, stable=0.884765625, turnover=0.7890625)
+"""What `routing_trace.calibrate` found for LLaDA2.0-mini (spread 1, seed 0), as in results/freshlane_traffic.json."""
 THRESHOLD, FALL, LOWEST = 0.95, 0.4, 0.6
 
 
@@ -142,6 +144,3 @@ def statistics(trace: Trace) -> dict[str, float]:
         "new": mean(kept[RowClass.NEW]),
         "stable": mean(kept[RowClass.STABLE]),
     }
-
-
-__all__ = ["FORWARDS", "made_up_trace", "statistics"]
