@@ -64,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
         "inspect", help="what a checkpoint is and what patch() would do", formatter_class=_Formatter
     )
     inspect.add_argument("model", help="name inside the package, folder, or Hub id")
+    inspect.add_argument("--residency", action="store_true", help="what budgets of expert residency mean for it")
+    inspect.add_argument(
+        "--budget", action="append", default=[], metavar="B", help="with --residency, beside the usual: 40%%, 2GB"
+    )
+    inspect.add_argument("--card", default=None, metavar="SIZE", help="with --residency: what fits it, such as 24GB")
     inspect.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write it as JSON")
     inspect.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     inspect.set_defaults(run=_inspect)
@@ -278,8 +283,15 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from epoch_moe.inspection import describe_checkpoint, inspection_text
 
+    if (arguments.budget or arguments.card) and not arguments.residency:
+        raise ValueError("--budget and --card say something about --residency: add it")
     result = describe_checkpoint(arguments.model)
     print(inspection_text(result))
+    if arguments.residency:
+        from epoch_moe.residency.sizing import residency_sizes, sizes_text
+
+        result["residency"] = residency_sizes(result, arguments.budget, arguments.card)
+        print(sizes_text(result["residency"]))
     _write_json(arguments.json, result)
     return 0
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ def test_a_forked_process_decodes(folder: Path, want: list[int]) -> None:
     assert tokens(model) == want
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert tokens(spilled) == want
+
+
+def test_threads_share_a_model(folder: Path, want: list[int]) -> None:
+    model = resident(folder)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(got == want for got in pool.map(lambda _: tokens(model), range(3)))
 
 
 def test_never_are_all_experts_in_memory(tmp_path: Path) -> None:
