@@ -46,6 +46,8 @@ from epoch_moe.models.stacked_checkpoint import is_expert
 BLOCK, FORWARDS = 32, 8
 COMMON = 0.72
 """Share of an embedding's variance that all tokens have in common."""
+POOL = 16_000_003
+"""Random numbers that experts are cut from: drawing five billion would take longer than all runs."""
 QUICK_SLACK = 128 * 2**20
 """With --quick the process is fifty times as large as the model, and moves by more than the model takes."""
 FULL: dict[str, Any] = {"num_hidden_layers": 7}
@@ -79,12 +81,13 @@ def write_checkpoint(folder: Path, settings: dict[str, Any], seed: int) -> dict[
     text += b" " * (-(8 + len(text)) % 64)
     sizes = {"experts": 0, "others": 0}
     generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(POOL, generator=generator)
     config.architectures, config.dtype = ["LLaDA2MoeModelLM"], "bfloat16"
     config.save_pretrained(folder)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key, (shape, _) in shapes.items():
-            values = tensor_of(key, shape, generator)
+            values = tensor_of(key, shape, generator, pool)
             sizes["experts" if is_expert(key) else "others"] += values.numel() * values.element_size()
             file.write(bytes(values.contiguous().view(torch.uint8).reshape(-1).numpy()))
         file.flush()
@@ -92,12 +95,16 @@ def write_checkpoint(folder: Path, settings: dict[str, Any], seed: int) -> dict[
     return sizes
 
 
-def tensor_of(key: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """One random tensor."""
+def tensor_of(key: str, shape: tuple[int, ...], generator: torch.Generator, pool: Tensor) -> Tensor:
+    """One random tensor; an expert's is a piece of the pool that begins anywhere."""
     if key.endswith("expert_bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
+    if is_expert(key):
+        size = torch.Size(shape).numel()
+        start = int(torch.randint(0, POOL - size, (), generator=generator))
+        return (pool[start : start + size] * shape[-1] ** -0.5).bfloat16().view(shape)
     values = torch.randn(shape, generator=generator)
     if key.endswith("word_embeddings.weight"):
         return (COMMON**0.5 * values[:1] + (1 - COMMON) ** 0.5 * values).bfloat16()
