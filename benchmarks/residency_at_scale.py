@@ -44,7 +44,7 @@ from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.models.stacked_checkpoint import is_expert
 
 BLOCK, FORWARDS = 32, 8
-COMMON = 0.72
+COMMON = 0.1
 """Share of an embedding's variance that all tokens have in common."""
 POOL = 16_000_003
 """Random numbers that experts are cut from: drawing five billion would take longer than all runs."""
