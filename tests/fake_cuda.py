@@ -1,6 +1,7 @@
 """Fake CUDA tensors on a torch that was built without CUDA: shapes, dtypes and devices, but no values.
 
-Whatever would wait for a real device (`.item()`, `nonzero()`, an index by a mask) raises on them.
+Whatever would wait for a real device (`.item()`, `nonzero()`, an index by a mask, a number written to one element or at
+indices, which comes from memory that is not pinned) raises on them.
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ def _set(x: Tensor, index: Any, value: Any) -> None:
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, Tensor) for part in parts):
         assert all(isinstance(part, Tensor) for part in parts), "not needed so far"
-        value = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+        assert isinstance(value, Tensor), f"x[indices] = {value} copies the number from the host: use index_fill_"
         x.index_put_(tuple(parts), value)
     elif isinstance(value, Tensor):
         _copy(_get(x, index), value)
     else:
-        _get(x, index).fill_(value)
+        place = _get(x, index)
+        assert place.dim() or not place.is_cuda, f"x[i] = {value} copies the number from the host: use fill_"
+        place.fill_(value)
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epoch_moe.functional.layer
 import epoch_moe.functional.moe
@@ -73,3 +76,32 @@ def test_a_warm_forward_waits_once(config: EpochConfig, monkeypatch: pytest.Monk
             moe_forward(x_TH, routing.ids_TK, routing.weights_TK, views, backend="loop")
         with pytest.raises(DataDependentOutputException):
             moe_forward(x_TH, routing.ids_TK, routing.weights_TK, views, backend="grouped", workspace=1000)
+
+
+class NoNumberIsCopied(TorchDispatchMode):
+    """`x[i] = number` and `x[indices] = number` copy the number to the device from memory that is not pinned."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            assert args[1].dim(), f"a number is copied to a place of {tuple(args[0].shape)}"
+        if func is torch.ops.aten.index_put_.default:
+            assert args[2].dim(), f"a number is copied to indices of {tuple(args[0].shape)}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_copied_to_the_device() -> None:
+    store = RowStore(EpochConfig(), SPEC, num_layers=L, max_slots=S, window=W, hidden_size=H)
+    slot_T = torch.arange(S).repeat_interleave(W)
+    keys = RowKeys(slot_T, slot_T + 1, slot_T * 0, torch.arange(W).repeat(S))
+    ids_T, live_T = torch.zeros(S * W, dtype=torch.long), torch.zeros(S * W, dtype=torch.bool)
+    with NoNumberIsCopied():
+        fresh = fresh_rows(store, keys, ids_T, live_T)
+        store.invalidate(slot_T[:3], slot_T[:3])
+        store.invalidate(slot_T[:1])
+        for layer in range(L):
+            restore_rows(store, layer, fresh, torch.zeros(fresh.num_fresh, H, dtype=torch.bfloat16))
+        store.complete(fresh)
+        with pytest.raises(AssertionError, match="a number is copied"):
+            ids_T[0] = 1
+        with pytest.raises(AssertionError, match="a number is copied"):
+            ids_T[slot_T] = 1

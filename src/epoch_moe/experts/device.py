@@ -65,4 +65,6 @@ def _config(x_TH: Tensor, pairs: int, stacked: Experts) -> GroupedMlpConfig:
     from epoch_moe.kernels.tuning import grouped_mlp_config_for
 
     experts = max(min(stacked.down_EHF.shape[0], pairs), 1)
-    return grouped_mlp_config_for(x_TH, (*stacked.projections, stacked.down_EHF), pairs / experts)
+    # The products get contiguous rows, whatever view the caller has: the worklist must have the same tiles.
+    like_TH = x_TH if x_TH.is_contiguous() else x_TH.new_empty(1, x_TH.shape[1])
+    return grouped_mlp_config_for(like_TH, (*stacked.projections, stacked.down_EHF), pairs / experts)

@@ -100,59 +100,60 @@ def _compile(
     natural, ids = scratch(rows, top_k), scratch(rows, candidates)
     weights, dense = scratch(rows, candidates, dtype=torch.float32), scratch(rows, num_experts, dtype=torch.float32)
     target = scratch(rows, dtype=torch.float32)
-    if supports * width:
-        router = _router_constexprs(num_experts, top_k, n_group, topk_group, only_G is not None)
-        rows_kernel[(supports * width,)](
-            selection,
-            combine,
-            vote,
-            only,
-            marks,
-            natural,
-            ids,
-            weights,
-            dense,
-            target,
-            width,
-            coverage,
-            C=candidates,
-            C_P=triton.next_power_of_2(candidates),
-            UNION=union,
-            **router,
-            num_warps=_row_warps(num_experts, candidates),
-            num_stages=1,
-        )
-        if not union:
-            rank = scratch(supports, num_experts)
-            member = scratch(supports, num_experts, dtype=torch.uint8)
-            support_kernel[(supports,)](
-                marks,
+    with torch.cuda.device_of(selection):
+        if supports * width:
+            router = _router_constexprs(num_experts, top_k, n_group, topk_group, only_G is not None)
+            rows_kernel[(supports * width,)](
+                selection,
+                combine,
+                vote,
                 only,
+                marks,
+                natural,
                 ids,
                 weights,
                 dense,
                 target,
-                rank,
-                member,
-                out,
                 width,
-                **_support_constexprs(num_experts, top_k, candidates, width, only_G is not None),
-                num_warps=_config(width)["num_warps"],
-                num_stages=1,
-            )
-            feasible_kernel[(supports * width,)](
-                selection,
-                vote,
-                only,
-                natural,
-                member,
-                out,
-                width,
-                K_P=triton.next_power_of_2(top_k),
+                coverage,
+                C=candidates,
+                C_P=triton.next_power_of_2(candidates),
+                UNION=union,
                 **router,
-                num_warps=_row_warps(num_experts, 1),
+                num_warps=_row_warps(num_experts, candidates),
                 num_stages=1,
             )
+            if not union:
+                rank = scratch(supports, num_experts)
+                member = scratch(supports, num_experts, dtype=torch.uint8)
+                support_kernel[(supports,)](
+                    marks,
+                    only,
+                    ids,
+                    weights,
+                    dense,
+                    target,
+                    rank,
+                    member,
+                    out,
+                    width,
+                    **_support_constexprs(num_experts, top_k, candidates, width, only_G is not None),
+                    num_warps=_config(width)["num_warps"],
+                    num_stages=1,
+                )
+                feasible_kernel[(supports * width,)](
+                    selection,
+                    vote,
+                    only,
+                    natural,
+                    member,
+                    out,
+                    width,
+                    K_P=triton.next_power_of_2(top_k),
+                    **router,
+                    num_warps=_row_warps(num_experts, 1),
+                    num_stages=1,
+                )
     support_GE: Tensor = (marks if union else out).view(torch.bool) | everything_G1
     return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
 

@@ -187,22 +187,23 @@ def _route(
         has_restricted=restricted_R is not None,
         has_count=count is not None,
     )
-    _route_kernel[(num_rows,)](
-        logits_RE,
-        unused if bias_E is None else bias_E.contiguous(),
-        flags(support_GE),
-        unused if group_R is None else group_R.contiguous(),
-        flags(restricted_R),
-        unused if count is None else count,
-        ids_RK,
-        weights_RK,
-        total_R,
-        1 if support_GE is None else support_GE.shape[0],
-        scaling,
-        **constexprs,
-        num_warps=_num_warps(num_experts),
-        num_stages=1,
-    )
+    with torch.cuda.device_of(logits_RE):
+        _route_kernel[(num_rows,)](
+            logits_RE,
+            unused if bias_E is None else bias_E.contiguous(),
+            flags(support_GE),
+            unused if group_R is None else group_R.contiguous(),
+            flags(restricted_R),
+            unused if count is None else count,
+            ids_RK,
+            weights_RK,
+            total_R,
+            1 if support_GE is None else support_GE.shape[0],
+            scaling,
+            **constexprs,
+            num_warps=_num_warps(num_experts),
+            num_stages=1,
+        )
     return ids_RK, weights_RK, total_R
 
 

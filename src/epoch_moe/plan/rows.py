@@ -313,7 +313,8 @@ class RowStore:
         self._stamps.masked_fill_(active_M1, NO_TOKEN)
         nowhere = self._stamps.shape[0] - 1
         self._stamps[masks.entry_T.masked_fill(~masks.kept_T, nowhere)] = ids_T
-        self._stamps[nowhere] = NO_TOKEN
+        # `x[i] = number` would copy the number from the host, and wait for that.
+        self._stamps[nowhere:].fill_(NO_TOKEN)
         self._generation_S.copy_(masks.generation_S)
         self._block_S.copy_(masks.block_S)
         self._forwards_S.copy_(masks.forwards_S)
@@ -355,7 +356,7 @@ class RowStore:
         void_S = torch.zeros(self.max_slots + 1, dtype=torch.bool, device=self.device)
         void = torch.zeros_like(self._voided)
         if positions is None:
-            void_S[torch.where(inside_N, slots_N, self.max_slots)] = True
+            void_S.index_fill_(0, torch.where(inside_N, slots_N, self.max_slots), True)
             self._generation_S.masked_fill_(void_S[:-1], -1)
             void[:-1] = void_S[:-1].repeat_interleave(self.window, output_size=void.shape[0] - 1)
         else:
@@ -364,7 +365,7 @@ class RowStore:
                 raise ValueError(f"{slots_N.numel()} slots and {positions_N.numel()} positions: expected one of each")
             inside_N = inside_N & (positions_N >= 0) & (positions_N < self.window)
             nowhere = void.shape[0] - 1
-            void[torch.where(inside_N, slots_N * self.window + positions_N, nowhere)] = True
+            void.index_fill_(0, torch.where(inside_N, slots_N * self.window + positions_N, nowhere), True)
         self._stamps.masked_fill_(void, NO_TOKEN)
         self._voided |= void
 
