@@ -106,9 +106,8 @@ def correct(setting: Setting) -> list[dict[str, Any]]:
     return found
 
 
-def times(setting: Setting, batches: list[int]) -> list[dict[str, Any]]:
-    """The second section."""
-    records = []
+def times(setting: Setting, batches: list[int], records: list[dict[str, Any]]) -> None:
+    """The second section; ``records`` is what it fills, so that an error later on loses nothing."""
     dtype = torch.float32 if setting.dry else torch.bfloat16
     for shape in setting.shapes:
         generator = torch.Generator(setting.device).manual_seed(setting.seed)
@@ -130,17 +129,16 @@ def times(setting: Setting, batches: list[int]) -> list[dict[str, Any]]:
                     flush=True,
                 )
             del timed
-    return records
 
 
-def decodes(setting: Setting, batches: list[int], section: str) -> dict[str, Any]:
-    """One of the last two sections: seconds per block, by number of sequences and way."""
+def decodes(setting: Setting, batches: list[int], section: str, result: dict[str, Any]) -> None:
+    """One of the last two sections: fills ``result`` with seconds per block, by number of sequences and way."""
     if section == "graph" and setting.dry:
         setting.budget.skipped.append("graph: needs a GPU")
-        return {}
+        return
     # The interpreter takes minutes for a plan's decode: two forwards there, and times of the torch backends only.
     forwards, ways = (2, tuple(way for way in WAYS if way.backend != "triton")) if setting.dry else (8, WAYS)
-    result: dict[str, Any] = {"batches": {}}
+    result["batches"] = {}
     model = None
     for batch in batches:
         if not setting.budget.allows(section, f"{batch} sequences"):
@@ -154,6 +152,7 @@ def decodes(setting: Setting, batches: list[int], section: str) -> dict[str, Any
                 result["relative_rms"] = agree(first, ("grouped", "triton"), 1e-4 if setting.dry else 0.05)
         decode = Decode(model, batch, setting.seed, forwards)
         of_batch: dict[str, Any] = {}
+        result["batches"][str(batch)] = of_batch
         if section == "decode":
             of_batch |= measure(decode, ways, repeats=1 if setting.dry else 5)
         else:
@@ -161,12 +160,10 @@ def decodes(setting: Setting, batches: list[int], section: str) -> dict[str, Any
             if not error < 0.01:
                 raise SystemExit(f"captured iterations differ: relative RMS {error:.4f} at {batch} sequences")
             of_batch |= measure(decode, (GRAPH,), repeats=5)
-        result["batches"][str(batch)] = of_batch
         for name, numbers in of_batch.items():
             if isinstance(numbers, dict):
                 print(f"  {batch:4} sequences  {name:20} {numbers['seconds'] * 1e3:9.2f} ms per block", flush=True)
         del decode
-    return result
 
 
 def cpu_timer(call: Callable[[], object]) -> float:
@@ -232,7 +229,7 @@ def main() -> int:
     }
 
     def write() -> None:
-        # After every section: what was measured is not lost with what comes later.
+        # After every section, whatever its end: what was measured is not lost.
         result["skipped"], result["seconds"] = setting.budget.skipped, arguments.budget - setting.budget.left
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -246,12 +243,16 @@ def main() -> int:
             if wrong := [c for c in result["correct"] if not c["right"]]:
                 print(f"{len(wrong)} of {len(result['correct'])} checks are wrong, nothing is timed", file=sys.stderr)
                 return 1
-        if "times" in arguments.sections:
-            result["times"] = times(setting, batches)
-            write()
-        for section in ("decode", "graph"):
-            if section in arguments.sections:
-                result[section] = decodes(setting, batches, section)
+        for section in SECTIONS[1:]:
+            if section not in arguments.sections:
+                continue
+            result[section] = [] if section == "times" else {}
+            try:
+                if section == "times":
+                    times(setting, batches, result[section])
+                else:
+                    decodes(setting, batches, section, result[section])
+            finally:
                 write()
     write()
     if setting.budget.skipped:

@@ -20,7 +20,7 @@ from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.compaction_reference import compact_reference
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.route import route
-from epoch_moe.kernels.route_reference import select_lowest
+from epoch_moe.kernels.route_reference import route_reference, select_lowest
 from epoch_moe.kernels.tuning import grouped_mlp_config_for
 from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.kernels.worklist_reference import DeviceWorklist, worklist_reference
@@ -142,6 +142,7 @@ class Checks:
         yield self.check("grouped_mlp", "nothing is written behind the last segment", behind, 0.0)
         yield from self.restored(pairs_PH, worklist.rank_RK, weights_RK, exact_PH)
         yield from self.supports()
+        yield from self.restricted()
 
     def compaction(self) -> Iterator[Check]:
         """Packed rows, with room to spare and with too little."""
@@ -220,3 +221,28 @@ class Checks:
             found = compile_support_device(selection, mixed, vote, spec, coverage, 4)
             expected = compile_support(selection, mixed, vote, spec, coverage, 4)
             yield self.check("atlas", f"coverage {coverage}: the reference's set", different(found, expected), limit)
+
+    def restricted(self) -> Iterator[Check]:
+        """Every second row inside a support that 20 rows share, with a bias: the reference's choice and weights."""
+        rows, spec, packed = self.rows, self.shape.router, self.rows.rows_R.numel()
+        draw = {"generator": self.generator, "device": self.generator.device}
+        place_R = torch.arange(packed, device=self.generator.device)
+        group_R, restricted_R = place_R // 20, place_R % 2 == 0
+        support_GE = torch.rand(-(-packed // 20), self.shape.experts, **draw) < 0.5
+        bias_E = 0.05 * torch.randn(self.shape.experts, **draw)
+        (ids_RK, weights_RK, _), (expected_RK, exact_RK, _) = (
+            by(
+                rows.logits_RE, bias_E, spec, dtype=self.dtype, support_GE=support_GE, group_R=group_R,
+                restricted_R=restricted_R, count=rows.count,
+            )
+            for by in (route, route_reference)
+        )  # fmt: skip
+        held_RK = support_GE[group_R].gather(1, ids_RK.clamp_min(0)) | (ids_RK == NO_EXPERT)
+        outside = float((restricted_R.unsqueeze(1) & ~held_RK).any())
+        yield self.check("route", "restricted rows stay in their support", outside, 0.0)
+        same_R = (ids_RK == expected_RK).all(1)
+        off = float((~same_R).double().mean())
+        yield self.check("route", "share of rows whose experts in a support are not the reference's", off, 0.002)
+        limit = self.rounding if spec.kind == "softmax" else 2e-6
+        error = relative_rms(weights_RK[same_R], exact_RK[same_R].double())
+        yield self.check("route", "weights in a support, the reference's", error, limit)
