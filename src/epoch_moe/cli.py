@@ -286,12 +286,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if (arguments.budget or arguments.card) and not arguments.residency:
         raise ValueError("--budget and --card say something about --residency: add it")
     result = describe_checkpoint(arguments.model)
-    print(inspection_text(result))
+    text = inspection_text(result)
     if arguments.residency:
         from epoch_moe.residency.sizing import residency_sizes, sizes_text
 
         result["residency"] = residency_sizes(result, arguments.budget, arguments.card)
-        print(sizes_text(result["residency"]))
+        text = f"{text}\n{sizes_text(result['residency'])}"
+    print(text)  # only now: an error is not to scroll away under what it does not concern
     _write_json(arguments.json, result)
     return 0
 

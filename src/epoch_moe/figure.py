@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -23,6 +25,17 @@ from epoch_moe.residency.simulate import Replay
 # Okabe and Ito's palette, and cividis: told apart with any colour vision, and in print.
 BLUE, ORANGE, GREY, LIGHT = "#0072B2", "#D55E00", "#7F7F7F", "#E3E3E3"
 COLOURS = "cividis_r"
+
+
+def check_format(path: Path) -> None:
+    """Refuse a picture's file that matplotlib cannot write, before the work that it would show.
+
+    Raises:
+        ValueError: an ending that is no format of matplotlib's (a name without ending becomes PNG).
+    """
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"{path}: matplotlib does not write {path.suffix!r}; use one of {', '.join(sorted(formats))}")
 
 
 class PlanFigure(Figure):

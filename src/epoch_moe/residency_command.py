@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from epoch_moe.problems import Problem
+from epoch_moe.residency.config import parse_budget
 from epoch_moe.residency.policies import POLICIES
 from epoch_moe.residency.simulate import BOUND, PLAIN_LRU, Replay, simulate, slots_of
 from epoch_moe.residency.trace import Trace, load_trace, record_trace
@@ -44,10 +45,9 @@ def add_residency_sim(
     parser.add_argument(
         "--budget",
         nargs="+",
-        type=float,
         default=list(BUDGETS),
         metavar="SHARE",
-        help="of each layer's experts that fast memory holds, above 0 to 1",
+        help="of each layer's experts that fast memory holds: 0.4 or 40%%",
     )
     parser.add_argument("--profile", type=Path, metavar="TRACE", help="another trace, whose favourites 'static' holds")
     parser.add_argument("--interval", type=int, metavar="N", help="forwards between moves of 'interval' (default: 4)")
@@ -117,21 +117,21 @@ def run_residency_sim(
         path = getattr(arguments, name)
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"--{name} {path}: its folder does not exist")
-    for budget in arguments.budget:
-        if not 0.0 < budget <= 1.0:
-            raise ValueError(f"--budget {budget}: expected shares of a layer's experts, above 0 and at most 1")
+    budgets = [_share(budget) for budget in arguments.budget]
     if arguments.figure is not None:
-        from epoch_moe import figure  # before the work, where matplotlib is missing
+        from epoch_moe.figure import check_format  # before the work, where matplotlib is missing too
 
-        assert figure is not None
+        check_format(arguments.figure)
     if arguments.record:
+        if not arguments.trace.resolve().parent.is_dir():
+            raise ValueError(f"{arguments.trace}: its folder does not exist")
         _record(arguments, load, plan, decoding)
     trace = load_trace(arguments.trace)
     profile_LE = None
     if arguments.profile is not None:
         profile_LE = load_trace(arguments.profile).uses_LE()
     options = {} if arguments.interval is None else {"interval": {"interval": arguments.interval}}
-    slots = list(dict.fromkeys(slots_of(budget, trace.num_experts) for budget in arguments.budget))
+    slots = list(dict.fromkeys(slots_of(budget, trace.num_experts) for budget in budgets))
     with tqdm(total=len(trace.forwards), unit="forward", desc="replay", disable=arguments.no_progress) as bar:
         replays = simulate(
             trace,
@@ -155,6 +155,18 @@ def run_residency_sim(
         draw_replays(replays, trace.num_experts).savefig(arguments.figure)
         print(f"drawn to {arguments.figure}")
     return 0
+
+
+def _share(budget: float | str) -> float:
+    """A share of experts as the command line gives it; bytes are refused, as a trace knows no other weights."""
+    share: float | int = 0
+    with suppress(ValueError):
+        share = parse_budget(budget)
+    if not isinstance(share, float):
+        raise ValueError(
+            f"--budget {budget}: expected shares of a layer's experts, above 0 and at most 1, such as 0.4 or 40%"
+        )
+    return share
 
 
 def _record(

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from demands import demand_of
 from PIL import Image
 
 from epoch_moe.cli import main
 from epoch_moe.figure import draw_replays
 from epoch_moe.residency.simulate import simulate
-from epoch_moe.residency.trace import load_trace
+from epoch_moe.residency.trace import Trace, TraceForward, load_trace
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -58,8 +60,42 @@ def test_wrong_input_is_one_line_on_standard_error(capsys: pytest.CaptureFixture
     assert status == 2 and "--budget 1.2" in err
     status, _, err = run(capsys, tmp_path / "no.trace", "--json", tmp_path / "no" / "x.json")
     assert status == 2 and "folder does not exist" in err
+    for budget in ("2GB", "lots", "0", "120%"):
+        status, _, err = run(capsys, tmp_path / "no.trace", "--budget", budget)
+        assert status == 2 and f"--budget {budget}: expected shares" in err
+    status, _, err = run(capsys, tmp_path / "no.trace", "--figure", tmp_path / "x.picture")
+    assert status == 2 and "matplotlib does not write '.picture'" in err
+    status, _, err = run(capsys, tmp_path / "no" / "a.trace", "--record", "--model", "is not looked for yet")
+    assert status == 2 and "folder does not exist" in err
     status, _, err = run(capsys, tmp_path / "no.trace", "--record", "--problems", 0)
     assert status == 2 and "--problems 0" in err
+
+
+def save_trace(path: Path) -> None:
+    """Three forwards of one layer of 8 experts, which share two of them."""
+    forwards = [
+        TraceForward([demand_of([0, 1, number], number, 8)], torch.full((3,), 0.5), torch.ones(3, dtype=torch.bool))
+        for number in (3, 4, 5)
+    ]
+    Trace(1, 8, [100], {}, forwards).save(path)
+
+
+def test_a_share_may_be_given_in_percent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "a.trace"
+    save_trace(trace)
+    outs = [
+        run(capsys, trace, "--policy", "lru", "--budget", budget, "--no-progress") for budget in ("25%", "0.25", "1.0")
+    ]
+    assert [status for status, _, _ in outs] == [0, 0, 0]
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_a_trace_that_was_cut_short_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "a.trace"
+    save_trace(trace)
+    trace.write_bytes(trace.read_bytes()[:-1])
+    status, out, err = run(capsys, trace, "--no-progress")
+    assert (status, out) == (2, "") and "incomplete" in err and err.count("\n") == 1
 
 
 def test_nothing_to_draw_is_refused() -> None:

@@ -55,11 +55,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for bad, says in (
         (["--card", "1MB"], "add it"),
         (["--residency", "--card", "0.5"], "expected bytes"),
+        (["--residency", "--card", "big"], "--card big: expected bytes"),
         (["--residency", "--budget", "1B"], "the smallest budget is"),
         (["--residency", "--budget", "lots"], "budget='lots'"),
     ):
         assert main(["inspect", "tiny-llada2", *bad]) == 2
-        assert says in capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert says in captured.err and captured.out == ""
 
 
 def test_a_model_without_experts() -> None:

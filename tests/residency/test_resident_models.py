@@ -305,6 +305,12 @@ def test_a_budget_below_one_expert_names_the_smallest(load: bool) -> None:
     assert report.hit_rate == 0 and report.fast_bytes == smallest and report.layers[0].slots == 0
 
 
+@pytest.mark.parametrize("call", [load_model, lambda name, **options: patch(load_model(name)[0], **options)])
+def test_a_budget_that_is_no_configuration_is_refused(call: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"residency=0\.4: expected a ResidencyConfig"):
+        call("tiny-llada2", residency=0.4)
+
+
 def test_a_model_without_residency_has_no_report(whole: Any) -> None:
     for prepare in (lambda: None, lambda: patch(whole)):
         prepare()

@@ -110,9 +110,12 @@ def load_model(
     Raises:
         FileNotFoundError: for an unknown name or folder, missing files, or a Hub checkpoint that cannot be had.
         ValueError: for a model type, dtype, layout or damaged file; the message quotes it.
+        TypeError: for a ``residency`` that is no `ResidencyConfig`.
     """
     target_device = _device(device)
     requested_dtype = _dtype(dtype)
+    if residency is not None and not isinstance(residency, ResidencyConfig):
+        raise TypeError(f"residency={residency!r}: expected a ResidencyConfig or None")
     if residency is not None and residency.source is not None:
         raise ValueError(
             f"ResidencyConfig.source={str(residency.source)!r}: load_model reads experts from the checkpoint itself; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from epoch_moe.residency.config import parse_budget, slots_per_layer
@@ -50,7 +51,9 @@ def residency_sizes(
         "bytes_per_expert": each, "experts": num_experts, "moe_layers": layers, "other_bytes": others, "budgets": rows,
     }  # fmt: skip
     if card is not None:
-        size = parse_budget(card)
+        size: float | int = 0.0
+        with suppress(ValueError):
+            size = parse_budget(card)
         if not isinstance(size, int):
             raise ValueError(f"--card {card}: expected bytes, such as 24GB")
         room = int(size * (1 - RESERVE)) - others - 2 * each
