@@ -111,7 +111,7 @@ def test_all_pairs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharded[0] > 0 and sharded[1] == 0  # only rank 0 sends sums back
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_support_for_all_ranks(world: int) -> None:
     source = str(GOLDEN / "llada2")
     run_ranks(world, batch_scope_on_ranks, source, one_process([source]))
@@ -197,7 +197,7 @@ def whole_then_patched(source: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["llada2", "llada_moe"])
+@pytest.mark.parametrize("name", ["llada2", pytest.param("llada_moe", marks=pytest.mark.slow)])
 def test_load_model_reads_this_ranks_experts_only(name: str) -> None:
     source = str(GOLDEN / name)
     whole, _ = load_model(source)

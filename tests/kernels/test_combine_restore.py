@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(position, wrong, wo
         same(tensor, was)
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
 def test_compiles_without_spills_and_with_16_byte_loads(arch):
     compiled = compile_elsewhere("combine_restore", arch, match="llada2-mini bfloat16 32 rows")
     assert [entry["name"].split("[")[0] for entry in compiled] == ["combine", "combine_restore", "restore"]

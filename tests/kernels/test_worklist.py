@@ -152,6 +152,7 @@ def test_op(count: Tensor | None) -> None:
     torch.library.opcheck(torch.ops.epoch_moe.worklist, (random_ids(20, 3, 7), 7, 4, count))
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     (fact,) = compile_elsewhere("worklist", 90, match="[32 rows")
     assert fact["name"].startswith("worklist_place") and fact["spill_bytes"] == 0, fact
