@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_support
-from epoch_moe.plan.liveness import classify, plan_rows
+from epoch_moe.plan.liveness import classify, decide_rows, plan_rows
 from epoch_moe.plan.placement import NEAR_TIE, Placement, contiguous_ranks
 from epoch_moe.plan.support import SupportState, route_fresh
 from epoch_moe.routing import NO_EXPERT, RouterSpec, router_scores, select
@@ -162,7 +162,8 @@ def test_the_configuration_reaches_the_support() -> None:
     scores = router_scores(torch.randn(24, 32), None, spec)
     ids_BS = torch.zeros(2, 12, dtype=torch.int64)
     states = classify(ids_BS, torch.full((2, 12), -1), 0, 0, 0, False, False, 0, None, None, None)
-    rows = plan_rows(states, refresh=True, cold=True, lead=0, prefix=0, future=0, restrict_new=False)
+    decision = decide_rows(states, refresh=True, cold=True, lead=0, prefix=0, future=0, restrict_new=False)
+    rows = plan_rows(decision)
     found = {}
     for ranks, cap in ((None, None), (4, None), (4, 2)):
         config, state = EpochConfig(coverage=0.9, balance_ranks=ranks, max_experts_per_rank=cap), SupportState()
