@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epoch_moe import generate, load_model, patched
+from epoch_moe import EpochConfig, generate, load_model, patched
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +26,40 @@ def test_readme_figure(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(python_block("README.md", 1), "README.md", "exec"), {})
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("page", "number"), [("README.md", 2), ("docs/residency.md", 0)])
+def test_residency_example(page, number, capsys):
+    names: dict = {}
+    exec(compile(python_block(page, number), page, "exec"), names)
+    assert "all" in capsys.readouterr().out
+    answer = names["tokenizer"].decode(names["out"].answers[0], skip_special_tokens=True)
+    assert answer == "3+6=9+5=14+4=18+2=20 so 20"
+
+
+@pytest.mark.slow  # a minute of Triton's interpreter on a busy machine
+def test_kernels_example(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names: dict = {}
+    exec(compile(python_block("README.md", 3), "README.md", "exec"), names)
+    assert "backend triton" in capsys.readouterr().out
+    with patched(names["model"], EpochConfig(backend="grouped")):
+        again = generate(names["model"], names["prompt"], gen_length=8, block_length=16)
+    assert torch.equal(again.sequences, names["out"].sequences)
+
+
+def test_the_readme_names_every_page_and_links_lead_somewhere():
+    readme = (ROOT / "README.md").read_text()
+    table = set(re.findall(r"^\| \[(docs/\w+\.md)\]", readme, flags=re.MULTILINE))
+    assert table == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]+))?\)", page.read_text()):
+            path = page.parent / target if target else page
+            assert path.is_file(), f"{page.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert anchor in slugs, f"{page.name}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize("text", ["work out 1+3+1+1+4+7-6:", "work out 2+3+9-9+8-3+3:"])

@@ -162,6 +162,8 @@ def test_triton_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
         pick_backend("triton", stacked, x_RH)
     with pytest.raises(ValueError, match="workspace"):
         pick_backend("triton", stacked, workspace=1)
+    with pytest.raises(ValueError, match="wrong in bfloat16: load the model in float32"):
+        pick_backend("triton", next(iter(patched_model().bfloat16()._epoch_moe.blocks.values())).weights.ensure())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         pick_backend("triton", stacked)

@@ -70,6 +70,8 @@ def supports_kernels(stacked: Experts, *inputs: Tensor, workspace: int | None = 
         return False, reason
     if weights[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False, f"the kernels take float32, bfloat16 or float16, the experts are {weights[0].dtype}"
+    if weights[0].dtype == torch.bfloat16 and weights[0].device.type == "cpu":
+        return False, "Triton's interpreter is wrong in bfloat16: load the model in float32 to try kernels on the CPU"
     for view in weights:
         if view.stride(2) != 1:
             return False, f"weight strides {view.stride()}: the kernels need contiguous rows"
