@@ -72,6 +72,18 @@ def batch_scope_on_ranks(rank: int, source: str, want: dict[str, list[list[int]]
         assert got == [want[f"{source} {name}"][i] for i in mine], (name, got)
 
 
+def kernels_on_ranks(rank: int, source: str, want: list[list[int]]) -> None:
+    """Local experts by the Triton kernels, in the interpreter."""
+    config = EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3, backend="triton")
+    for layout, mine in (("sharded", [rank]), ("replicated", [0, 1])):
+        model = whole_model(source)
+        report = epoch_moe.patch(model, config, ep_group=dist.group.WORLD, ep_layout=layout)
+        assert report.backend == "triton"
+        with epoch_moe.in_step(model):
+            got = answers(model, [PROMPTS[i] for i in mine], config)
+        assert got == [want[i] for i in mine], (layout, got)
+
+
 def one_process(sources: list[str]) -> dict[str, list[list[int]]]:
     want = {}
     for source in sources:
@@ -101,6 +113,15 @@ def test_tokens_are_those_of_one_process(world: int, few_experts: str) -> None:
     want = one_process(sources)
     traffic = run_ranks(world, decode_on_ranks, sources, want)
     assert all(rows > 0 for rank in traffic for rows in rank.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_compute_their_experts_with_the_kernels(few_experts: str) -> None:
+    model = whole_model(few_experts)
+    config = EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3, backend="loop")
+    epoch_moe.patch(model, config)
+    run_ranks(2, kernels_on_ranks, few_experts, answers(model, PROMPTS[:2], config))
 
 
 def test_all_pairs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
