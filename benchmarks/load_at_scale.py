@@ -24,10 +24,8 @@ import argparse
 import json
 import multiprocessing as mp
 import platform
-import re
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from datetime import timedelta
@@ -36,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parts.process_memory import AnonymousPeak, status
 from safetensors.torch import save_file
 
 import epoch_moe
@@ -51,33 +50,6 @@ FLASH = {
     "first_k_dense_replace": 1, "num_shared_experts": 1, "vocab_size": 157184,
 }  # fmt: skip
 """LLaDA2.0-flash's configuration, as released."""
-
-
-def status(field: str) -> int:
-    """Bytes that /proc says of this process."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) * 1024
-
-
-class AnonymousPeak:
-    """The largest RssAnon while it is entered; the kernel keeps no high-water mark of it."""
-
-    def __enter__(self) -> AnonymousPeak:
-        self.before = self.peak = status("RssAnon")
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._end.wait(0.002):
-            self.peak = max(self.peak, status("RssAnon"))
-
-    def __exit__(self, *exception: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self.peak = max(self.peak, status("RssAnon"))
 
 
 def sizes_of(config: Any) -> dict[str, int]:

@@ -29,13 +29,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from parts.process_memory import AnonymousPeak, status
 from torch import Tensor
 
 import epoch_moe
@@ -56,13 +56,6 @@ QUICK: dict[str, Any] = {
     "num_experts": 64, "vocab_size": 1024, "mask_token_id": 1000, "eos_token_id": 1001, "pad_token_id": 1001,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
-
-
-def status(field: str) -> int:
-    """A number of /proc/self/status in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) * 1024
 
 
 def write_checkpoint(folder: Path, settings: dict[str, Any], seed: int) -> dict[str, int]:
@@ -150,40 +143,30 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     tiny, _ = epoch_moe.load_model("tiny-llada2", residency=ResidencyConfig())
     decode(tiny, arguments.seed)
     del tiny
-    before, peak = status("VmRSS"), [0]
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            peak[0] = max(peak[0], status("RssAnon"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    start = time.perf_counter()
+    before, start = status("VmRSS"), time.perf_counter()
     folder = Path(arguments.folder)
-    if arguments.child == "whole":
-        model, _ = epoch_moe.load_model(folder)
-        epoch_moe.patch(model)
-    else:
-        wanted: Any = budget[arguments.child]
-        if arguments.child == "disk":  # the buffers and nothing else
-            experts = model_bytes_per_expert(folder)
-            wanted = 2 * experts
-        residency = ResidencyConfig(
-            budget=wanted,
-            policy="lru" if arguments.child == "disk" else arguments.child,
-            drop_cache=not arguments.keep_cache,
-        )
-        model, _ = epoch_moe.load_model(folder, residency=residency)
-    loading = time.perf_counter() - start
-    tokens, hidden, seconds = decode(model, arguments.seed)
-    done.set()
-    watcher.join()
+    with AnonymousPeak(every=0.02) as anonymous:
+        if arguments.child == "whole":
+            model, _ = epoch_moe.load_model(folder)
+            epoch_moe.patch(model)
+        else:
+            wanted: Any = budget[arguments.child]
+            if arguments.child == "disk":  # the buffers and nothing else
+                experts = model_bytes_per_expert(folder)
+                wanted = 2 * experts
+            residency = ResidencyConfig(
+                budget=wanted,
+                policy="lru" if arguments.child == "disk" else arguments.child,
+                drop_cache=not arguments.keep_cache,
+            )
+            model, _ = epoch_moe.load_model(folder, residency=residency)
+        loading = time.perf_counter() - start
+        tokens, hidden, seconds = decode(model, arguments.seed)
     digest = hashlib.sha256(bytes(hidden.contiguous().view(torch.uint8).reshape(-1).numpy())).hexdigest()
     result: dict[str, Any] = {
         "tokens": tokens.tolist(), "hidden": digest, "seconds": sum(seconds), "seconds_per_forward": seconds,
         "load_seconds": loading, "before_bytes": before, "peak_bytes": status("VmHWM"),
-        "peak_anonymous_bytes": peak[0],
+        "peak_anonymous_bytes": anonymous.peak,
     }  # fmt: skip
     if arguments.child != "whole":
         result["residency"] = epoch_moe.residency_report(model).as_dict()
