@@ -22,7 +22,7 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
-from epoch_moe.freshlane.worklist import build_worklist
+from epoch_moe.freshlane.worklist import count_pairs
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.plan.padded import PaddedRowPlan
@@ -321,8 +321,7 @@ class EpochMoEBlock(nn.Module):
         """The experts that are here, some of them outside of fast memory."""
         run = torch.compiler.disable(experts.run) if torch.compiler.is_compiling() else experts.run
         if forward is not None:
-            counts_E = build_worklist(ids_RK, experts.num_experts).counts_E
-            forward.counters.add_layer(self.index, own_rows, counts_E)
+            forward.counters.add_layer(self.index, own_rows, count_pairs(ids_RK, experts.num_experts))
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
         # Rows of other ranks arrive in an order of their own.
         known = self.ep is None or (self.ep.layout == "replicated" and x_RH.shape[0] == own_rows)

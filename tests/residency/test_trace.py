@@ -10,9 +10,9 @@ from helpers import GOLDEN
 from safetensors.torch import save_file
 
 import epoch_moe
-from epoch_moe import EpochConfig
+from epoch_moe import EpochConfig, ResidencyConfig
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
-from epoch_moe.residency.demand import RowClass
+from epoch_moe.residency.demand import Demand, RowClass
 from epoch_moe.residency.trace import Trace, TraceRecorder, load_trace, record_trace
 
 MASK_ID = 125
@@ -68,6 +68,28 @@ def test_a_recorded_decode_comes_back_from_its_file(plan: EpochConfig | None, tm
         first = trace.forwards[0].demands[0]
         assert first.cold and RowClass.LIVE in first.class_R.tolist() and RowClass.COMMIT in first.class_R.tolist()
         assert all(forward.live_T is not None and forward.live_T.any() for forward in trace.forwards)
+
+
+@pytest.mark.parametrize("plan", [EpochConfig(), None], ids=["default", "dense"])
+def test_a_trace_holds_what_the_policy_of_a_live_model_sees(
+    plan: EpochConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model()
+    epoch_moe.patch(model, residency=ResidencyConfig(budget=0.5))
+    seen: list[Demand] = []
+    policy = model._epoch_moe.residency.policy
+    monkeypatch.setattr(policy, "observe", lambda demand, honest=policy.observe: (seen.append(demand), honest(demand)))
+    with record_trace(model, tmp_path / "a.trace") as recorder:
+        out = epoch_moe.generate(model, torch.cat([PROMPTS] * 3, dim=1), plan=plan, prefill_chunk=8, **OPTIONS)
+    recorded = [demand for forward in recorder.trace.forwards for demand in forward.demands]
+    assert len(recorded) == len(seen) and out.prefill_forwards > 0
+    for one, other in zip(recorded, seen, strict=True):
+        for name, value in vars(other).items():
+            mine = getattr(one, name, None)
+            if name in ("layer", "cold", "to_refresh", "num_experts", "seq_len", "lead"):
+                assert mine == value, name
+            elif name in ("ids_RK", "weights_RK", "row_R", "class_R"):
+                assert torch.equal(mine, value), name
 
 
 def test_other_loops_are_recorded_too(tmp_path: Path) -> None:

@@ -35,6 +35,15 @@ class Worklist:
     valid_RK: Tensor
 
 
+def count_pairs(ids_RK: Tensor, num_experts: int) -> Tensor:
+    """Pairs of each expert, int64 ``[E]``, without a host sync; empty ones (``NO_EXPERT``) are left out."""
+    keys_P = ids_RK.reshape(-1)
+    keys_P = torch.where(keys_P != NO_EXPERT, keys_P, num_experts)
+    # One extra bin collects the empty pairs; scatter_add is deterministic on integers.
+    bins = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys_P.device)
+    return bins.scatter_add_(0, keys_P, torch.ones_like(keys_P))[:num_experts]
+
+
 def build_worklist(ids_RK: Tensor, num_experts: int) -> Worklist:
     """Sort the pairs ``ids_RK`` (int64, ``NO_EXPERT`` = empty) by expert; within an expert by row, then slot."""
     num_rows, top_k = ids_RK.shape
@@ -44,9 +53,7 @@ def build_worklist(ids_RK: Tensor, num_experts: int) -> Worklist:
     order_P = keys_P.argsort(stable=True)
     rank_P = torch.empty_like(order_P)
     rank_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
-    # One extra bin collects the empty pairs; scatter_add is deterministic on integers.
-    bins = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat_P.device)
-    counts_E = bins.scatter_add_(0, keys_P, torch.ones_like(keys_P))[:num_experts]
+    counts_E = count_pairs(ids_RK, num_experts)
     return Worklist(
         row_P=order_P // top_k,
         rank_RK=rank_P.view(num_rows, top_k),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.slot import DenseForward
 
 
 class RowClass(IntEnum):
@@ -132,6 +133,30 @@ def classes_of(forward: ForwardPlan, rows: RowPlan) -> Tensor:
     return class_R
 
 
+def dense_classes_of(forward: DenseForward, num_rows: int) -> Tensor:
+    """``[R]`` int8 `RowClass`, on the host, of a forward without a plan: rows that come back do so on every forward.
+
+    Args:
+        forward: the forward.
+        num_rows: R: all of its rows, or those that exist.
+    """
+    if forward.once:
+        return torch.full((num_rows,), RowClass.COMMIT, dtype=torch.int8)
+    class_BS = torch.full(forward.shape, RowClass.OTHER, dtype=torch.int8)
+    class_BS[:, : forward.lead] = RowClass.COMMIT
+    class_T = class_BS.reshape(-1)
+    if class_T.numel() == num_rows:
+        return class_T
+    return class_T[forward.valid_R.cpu()] if forward.valid_R is not None else class_T[:num_rows]
+
+
+def live_rows(forward: ForwardPlan) -> Tensor:
+    """``[T]`` bool, on the host: the rows of a forward that are live; its lead rows are not."""
+    live_BS = torch.zeros_like(forward.states.valid_BS)
+    live_BS[:, forward.lead :] = forward.states.live_BN
+    return live_BS.reshape(-1).cpu()
+
+
 def forwards_to_refresh(forward: ForwardPlan) -> int | None:
     """Forwards until the next refresh of a plan, see `Demand.to_refresh`."""
     interval = forward.config.refresh_interval
@@ -179,17 +204,19 @@ def dense_demand(
     weights_RK: Tensor,
     num_experts: int,
     row_R: Tensor | None = None,
+    class_R: Tensor | None = None,
     seq_len: int | None = None,
     lead: int = 0,
     cold: bool = False,
 ) -> Demand:
-    """The demand of a layer without a plan: every row goes through the experts on every forward.
+    """The demand of a layer without a plan.
 
     Args:
         layer, number: `Demand.layer`, `Demand.forward`.
         ids_RK, weights_RK: routing of the rows.
         num_experts: E.
         row_R: which rows these are; None: all, in order.
+        class_R: `dense_classes_of`; None: every row goes through the experts on every forward.
         seq_len, lead: S and C.
         cold: the forward has other rows than the one before it.
     """
@@ -201,7 +228,7 @@ def dense_demand(
         ids_RK=ids_RK.to("cpu", torch.int64),
         weights_RK=weights_RK.to("cpu", torch.float32),
         row_R=torch.arange(rows) if row_R is None else row_R.cpu(),
-        class_R=torch.full((rows,), RowClass.OTHER, dtype=torch.int8),
+        class_R=torch.full((rows,), RowClass.OTHER, dtype=torch.int8) if class_R is None else class_R,
         to_refresh=None,
         num_experts=num_experts,
         seq_len=seq_len,

@@ -22,7 +22,14 @@ from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.residency.arrivals import Arrivals, Buffer, Job, Reader
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.residency.costs import Costs, measure_costs
-from epoch_moe.residency.demand import Demand, RowClass, classes_of, dense_demand, planned_demand
+from epoch_moe.residency.demand import (
+    Demand,
+    classes_of,
+    dense_classes_of,
+    dense_demand,
+    live_rows,
+    planned_demand,
+)
 from epoch_moe.residency.placement import Steps
 from epoch_moe.residency.policies import make_policy
 from epoch_moe.residency.sources import FileSource
@@ -163,32 +170,15 @@ class Residency:
                 forward, rows, index, seen.number, ids_RK, weights_RK, num_experts, seen.classes[num_rows]
             )
         if num_rows not in seen.classes:
-            seen.classes[num_rows] = self._dense_classes(forward, num_rows)
-        row_R = forward.valid_R if forward.num_rows == num_rows else None
-        return Demand(
-            layer=index,
-            forward=seen.number,
-            cold=forward.cold,
-            ids_RK=ids_RK.to("cpu", torch.int64),
-            weights_RK=weights_RK.to("cpu", torch.float32),
-            row_R=torch.arange(num_rows) if row_R is None else row_R.cpu(),
+            seen.classes[num_rows] = dense_classes_of(forward, num_rows)
+        return dense_demand(
+            *common,
+            row_R=forward.valid_R if forward.num_rows == num_rows else None,
             class_R=seen.classes[num_rows],
-            to_refresh=None,
-            num_experts=num_experts,
-            seq_len=forward.shape[1] if len(forward.shape) == 2 else None,
+            seq_len=forward.shape[-1],
             lead=forward.lead,
+            cold=forward.cold,
         )
-
-    def _dense_classes(self, forward: DenseForward, num_rows: int) -> Tensor:
-        """Without a plan, rows that will come back do so on every forward."""
-        if forward.once:
-            return torch.full((num_rows,), RowClass.COMMIT, dtype=torch.int8)
-        class_BS = torch.full(forward.shape, RowClass.OTHER, dtype=torch.int8)
-        class_BS[:, : forward.lead] = RowClass.COMMIT
-        class_T = class_BS.reshape(-1)
-        if class_T.numel() == num_rows:
-            return class_T
-        return class_T[forward.valid_R.cpu()] if forward.valid_R is not None else class_T[:num_rows]
 
     def _enter(self, layer: int, forward: ForwardPlan | DenseForward | None) -> _Seen:
         """The forward that a layer is in: a new one, or one that other layers have been in."""
@@ -239,12 +229,7 @@ class Residency:
             if self._ended or seen is None or seen is not self._latest:
                 return  # no layer computed anything, or another thread's forward came in between
             self._ended = True
-            live_T = None
-            if isinstance(forward, ForwardPlan):
-                states = forward.states
-                live_BS = torch.zeros_like(states.valid_BS)
-                live_BS[:, forward.lead :] = states.live_BN
-                live_T = live_BS.reshape(-1).cpu()
+            live_T = live_rows(forward) if isinstance(forward, ForwardPlan) else None
             rows = forward.ids_BS.numel() if isinstance(forward, ForwardPlan) else forward.shape.numel()
             if confidence_BS is not None and confidence_BS.numel() == rows:
                 self.policy.end_forward(confidence_BS.reshape(-1).to("cpu", torch.float32), live_T)

@@ -22,7 +22,14 @@ from torch import Tensor
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.liveness import RowPlan
 from epoch_moe.plan.slot import DenseForward
-from epoch_moe.residency.demand import Demand, classes_of, dense_demand, planned_demand
+from epoch_moe.residency.demand import (
+    Demand,
+    classes_of,
+    dense_classes_of,
+    dense_demand,
+    live_rows,
+    planned_demand,
+)
 
 FORMAT = "epoch_moe.trace"
 VERSION = 1
@@ -251,8 +258,7 @@ class TraceRecorder:
         if forward is not self._forward or (forward is None and layer <= self._layer) or not trace.forwards:
             trace.forwards.append(TraceForward())
             self._forward, self._classes = forward, {}
-            shape = tuple(forward.shape) if isinstance(forward, DenseForward) else tuple(ids_RK.shape)
-            self._cold, self._shape = shape != self._shape, shape
+            self._cold, self._shape = ids_RK.shape != self._shape, tuple(ids_RK.shape)
         self._layer = layer
         common = (layer, len(trace.forwards) - 1, ids_RK.detach(), weights_RK.detach(), trace.num_experts)
         if isinstance(forward, ForwardPlan) and isinstance(rows, RowPlan):
@@ -262,10 +268,17 @@ class TraceRecorder:
             demand = planned_demand(forward, rows, *common, class_R=self._classes[key])
         elif isinstance(forward, ForwardPlan):
             demand = dense_demand(*common, seq_len=forward.ids_BS.shape[1], lead=forward.lead, cold=forward.cold)
+        elif isinstance(forward, DenseForward):
+            demand = dense_demand(
+                *common,
+                row_R=rows if isinstance(rows, Tensor) else None,
+                class_R=dense_classes_of(forward, ids_RK.shape[0]),
+                seq_len=forward.shape[-1],
+                lead=forward.lead,
+                cold=forward.cold,
+            )
         else:
-            row_R = rows if isinstance(rows, Tensor) else None
-            length = forward.shape[-1] if isinstance(forward, DenseForward) else None
-            demand = dense_demand(*common, row_R=row_R, seq_len=length, cold=self._cold)
+            demand = dense_demand(*common, cold=self._cold)
         trace.forwards[-1].demands.append(demand)
 
     def end_iteration(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
@@ -276,9 +289,7 @@ class TraceRecorder:
         if confidence_BS is not None:
             latest.confidence_T = confidence_BS.detach().to("cpu", torch.float32).reshape(-1).clone()
         if isinstance(forward, ForwardPlan):
-            live_BS = torch.zeros_like(forward.states.valid_BS)
-            live_BS[:, forward.lead :] = forward.states.live_BN
-            latest.live_T = live_BS.reshape(-1).cpu()
+            latest.live_T = live_rows(forward)
 
 
 @contextmanager
