@@ -86,6 +86,27 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(float("inf")))
 
 
+def assert_as_accurate(
+    actual: Tensor, reference: Tensor, exact: Tensor, factor: float = 4.0, ulps: float = 16.0
+) -> None:
+    """`actual` is as near to the exact result as `reference`, a plain computation in the same dtype, is.
+
+    Two orders of one sum differ by what the CPU's kernels make of it (vector width, fused products, how rows are
+    blocked), so no literal bounds their difference on every machine. The error bound of a sum, n eps sum|terms|, is
+    the same for every order, and the largest errors over a tensor lie within a small factor of each other; both are
+    measured here, on the machine that runs. The scale is the tensor's largest value: terms that cancel leave an
+    element with the error of its terms. `ulps` of that scale are for a reference that happens to be right to the bit.
+
+    Args:
+        actual, reference: of one dtype.
+        exact: the same in fp64, from fp64 copies of the inputs.
+    """
+    assert actual.dtype == reference.dtype and exact.dtype == torch.float64
+    own, error = relative_error(reference, exact), relative_error(actual, exact)
+    bound = factor * own + ulps * torch.finfo(actual.dtype).eps
+    assert error <= bound, f"off by {error:.2e} of the largest value, where {bound:.2e} is allowed ({own:.2e} plain)"
+
+
 def assert_golden(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """fp32 within 1e-5 relative, bf16 within 2e-2 relative RMS."""
     if dtype == torch.float32:

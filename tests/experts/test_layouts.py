@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_as_accurate
 from torch import Tensor, nn
 
 from epoch_moe.experts.grouped import run_experts
@@ -164,42 +165,49 @@ def test_a_broken_alias_is_noticed(layout: LayoutName, change: Callable[[Holder]
         assert all(param.abs().sum() > 0 for param in holder.parameters())
 
 
+def plain_gradients(
+    holder: Holder, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, upstream_RH: Tensor
+) -> list[Tensor]:
+    """Autograd through the parameters where they lie, expert by expert: of x, weights and every parameter."""
+    experts = holder.experts
+    if isinstance(experts, nn.ModuleList):
+        gate, up, down = (list(holder.parameters())[i::3] for i in range(3))
+    elif isinstance(experts, Fused):
+        gate, up, down = experts.w1[:, :INNER], experts.w1[:, INNER:], experts.w2
+    else:
+        gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
+    rows = [
+        sum(
+            weights_RK[row, slot] * (torch.nn.functional.silu(gate[e] @ x_RH[row]) * (up[e] @ x_RH[row]) @ down[e].T)
+            for slot, e in enumerate(ids)
+        )
+        for row, ids in enumerate(ids_RK.tolist())
+    ]
+    leaves = [x_RH, weights_RK, *holder.parameters()]
+    found = torch.autograd.grad(torch.stack(rows), leaves, upstream_RH, allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
 def test_gradients_reach_the_parameters(layout: LayoutName, backend: str, poisoned_empty: None) -> None:
     holder = Holder(layout)
+    exact = copy.deepcopy(holder).double()
     x_RH = torch.randn(9, H, requires_grad=True)
     ids_RK = torch.rand(9, E - 1).argsort(-1)[:, :3]  # the last expert gets nothing
     weights_RK = torch.rand(9, 3, requires_grad=True)
     upstream = torch.randn(9, H)
-    leaves = [x_RH, weights_RK, *holder.parameters()]
-    # Plain autograd through the parameters where they lie, expert by expert.
-    gate, up, down = (
-        [p.clone() for p in holder.parameters()][i::3] if layout == "per_expert" else None for i in range(3)
+    wanted, exactly = (
+        plain_gradients(each, x.detach().requires_grad_(), ids_RK, weights.detach().requires_grad_(), up)
+        for each, x, weights, up in (
+            (holder, x_RH, weights_RK, upstream),
+            (exact, x_RH.double(), weights_RK.double(), upstream.double()),
+        )
     )
-    if layout == "stacked":
-        gate, up, down = holder.experts.gate_proj, holder.experts.up_proj, holder.experts.down_proj
-    if layout == "fused":
-        gate, up, down = holder.experts.w1[:, :INNER], holder.experts.w1[:, INNER:], holder.experts.w2
-    assert gate is not None and up is not None and down is not None
-    out = torch.stack(
-        [
-            sum(
-                weights_RK[row, slot]
-                * (torch.nn.functional.silu(gate[e] @ x_RH[row]) * (up[e] @ x_RH[row]) @ down[e].T)
-                for slot, e in enumerate(ids_RK[row].tolist())
-            )
-            for row in range(9)
-        ]
-    )
-    out.backward(upstream)
-    expected = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
     run_experts(x_RH, ids_RK, weights_RK, holder.weights.differentiable(), backend).backward(upstream)  # type: ignore[arg-type]
-    for leaf, want in zip(leaves, expected, strict=True):
+    for leaf, want, exact_grad in zip([x_RH, weights_RK, *holder.parameters()], wanted, exactly, strict=True):
         assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad, want, rtol=1e-5, atol=1e-5)
+        assert_as_accurate(leaf.grad, want, exact_grad)
 
 
 def spoilt(layout: LayoutName, change: Callable[[nn.Module], object]) -> ExpertWeights:

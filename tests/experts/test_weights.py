@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import assert_as_accurate
 from torch import Tensor, nn
 
 from epoch_moe.experts.grouped import run_experts
@@ -62,6 +63,12 @@ def reference(block: Block, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) ->
         terms = [block.experts[int(e)](x_RH[row]) * weights_RK[row, k] for k, e in enumerate(ids_RK[row]) if e >= 0]
         rows.append(torch.stack(terms).sum(0) if terms else torch.zeros_like(x_RH[row]))
     return torch.stack(rows)
+
+
+def plain_gradients(block: Block, ids_RK: Tensor, leaves: list[Tensor], upstream_RH: Tensor) -> list[Tensor]:
+    """Of `leaves`: x, weights and the block's parameters."""
+    found = torch.autograd.grad(reference(block, leaves[0], ids_RK, leaves[1]), leaves, upstream_RH, allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [(5, 16, 12), (1, 8, 4), (3, 37, 23), (7, 5, 3)])
@@ -177,16 +184,16 @@ def test_gradients_equal_plain_autograd(backend: str, empty: bool, poisoned_empt
         ids_RK = ids_RK.masked_fill(torch.rand(9, 3) < 0.4, -1)
     weights_RK = torch.rand(9, 3, requires_grad=True)
     upstream = torch.randn(9, H)
-    reference(block, x_RH, ids_RK, weights_RK).backward(upstream)
-    leaves = {"x": x_RH, "weights": weights_RK, **dict(block.named_parameters())}
-    expected = {k: torch.zeros_like(p) if p.grad is None else p.grad.clone() for k, p in leaves.items()}
-    for leaf in leaves.values():
-        leaf.grad = None
+    leaves = [x_RH, weights_RK, *block.parameters()]
+    wanted = plain_gradients(block, ids_RK, leaves, upstream)
+    exact = copy.deepcopy(block).double()
+    inputs = [leaf.detach().double().requires_grad_() for leaf in leaves[:2]]
+    exactly = plain_gradients(exact, ids_RK, [*inputs, *exact.parameters()], upstream.double())
     stacked = block.weights.differentiable()
     run_experts(x_RH, ids_RK, weights_RK, stacked, backend).backward(upstream)  # type: ignore[arg-type]
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None, name
-        torch.testing.assert_close(leaf.grad, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    for leaf, want, exact_grad in zip(leaves, wanted, exactly, strict=True):
+        assert leaf.grad is not None
+        assert_as_accurate(leaf.grad, want, exact_grad)
     assert (block.experts[E - 1].up_proj.weight.grad == 0).all()
 
 
