@@ -6,10 +6,9 @@ sequences, rows in bf16 in both directions:
   a  per pair: an all-to-all with one row per (row, expert), all rows of every forward
   b  gathered: every rank receives all rows (all-gather) and adds its part to each (reduce-scatter)
   c  FreshLane: the fresh rows of a block plan, one row per (row, destination rank); `FreshLaneDispatcher`
-  d  as c, with supports compiled for the ranks (`EpochConfig.balance_ranks`)
 
 Counted is what goes to *other* ranks: rows (2 bytes x hidden), ids and weights (8 bytes per slot: one slot per row in
-a, top-k in the others), the partial sums back (2 bytes x hidden), and the row counts that a, c and d exchange first.
+a, top-k in the others), the partial sums back (2 bytes x hidden), and the row counts that a and c exchange first.
 
 Rows, plans, supports and routing are the library's own, on the synthetic router logits of `routing_trace.py`: a block
 of 32 rows per sequence, 4 more decoded per forward, 8 forwards, M = 5; the cold pass is in, and so are the previous
@@ -121,13 +120,6 @@ def remote(ids_RK: Tensor, home_R: Tensor, experts: int, ranks: int) -> tuple[Te
     away_RK = owner_RK != home_R.unsqueeze(1)
     needed = torch.zeros(ids_RK.shape[0], ranks, dtype=torch.bool).scatter_(1, owner_RK, True)
     return away_RK.sum(1), needed.sum(1) - needed.gather(1, home_R.unsqueeze(1)).squeeze(1).long()
-
-
-def configurations(ranks: int) -> dict[str, EpochConfig]:
-    """What is counted: (c) under two presets, and (d) under the same."""
-    plain = {"default": EpochConfig(), "paper": EpochConfig.paper()}
-    placed = {f"{name}+placement": config.replace(balance_ranks=ranks) for name, config in plain.items()}
-    return {**plain, **placed}
 
 
 class Count:
@@ -411,7 +403,7 @@ def main() -> None:
         for ranks in arguments.ranks:
             for batch in arguments.batch:
                 print(f"{name}: counting {ranks} ranks, {batch} sequences", flush=True)
-                for label, config in configurations(ranks).items():
+                for label, config in (("default", EpochConfig()), ("paper", EpochConfig.paper())):
                     numbers = count(shape, knobs, config, ranks, batch, layers, arguments.seed)
                     report(label, numbers)
                     entry["counts"].append({"ranks": ranks, "batch": batch, "plan": label, **numbers})

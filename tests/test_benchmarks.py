@@ -98,7 +98,7 @@ def test_traffic_reports_the_regime_and_three_ways(traffic):
     exchange = entry["exchange"]["2"]
     assert set(exchange["seconds"]) == set(exchange["moved"]) == {"a", "b", "c"}
     assert max(exchange["relative_rms"]["float32"].values()) < 1e-5
-    assert {c["plan"] for c in entry["counts"]} == {"default", "paper", "default+placement", "paper+placement"}
+    assert {c["plan"] for c in entry["counts"]} == {"default", "paper"}
 
 
 @pytest.mark.slow

@@ -64,11 +64,6 @@ def test_the_floor_has_a_default(changes: dict[str, float], floor: float) -> Non
         ("on_miss", "ignore"),
         ("on_miss", None),
         ("support_scope", "layer"),
-        ("balance_ranks", 0),
-        ("balance_ranks", True),
-        ("max_experts_per_rank", 0),
-        ("max_experts_per_rank", 1.5),
-        ("max_experts_per_rank", 4),  # of how many ranks?
         ("refresh_interval", 0),
         ("refresh_interval", 2.5),
         ("refresh_interval", True),

@@ -65,7 +65,7 @@ def test_signatures_are_these() -> None:
     ]
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
-        "balance_ranks", "max_experts_per_rank", "refresh_interval", "future_rows", "backend",
+        "refresh_interval", "future_rows", "backend",
     ]
 
 

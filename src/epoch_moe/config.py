@@ -33,12 +33,6 @@ class EpochConfig:
         coverage_floor: a sequence's live rows fall back to natural routing, and the layer's support is compiled
             anew on the next forward, where the support holds less than this share of their natural weight. None =
             ``coverage - 0.05``.
-        balance_ranks: a support is compiled for experts that lie on so many ranks, in equal contiguous ranges: of
-            experts that add nearly the same, one on the rank that holds fewest of the support is taken (see
-            `epoch_moe.plan.placement`). None = where experts lie does not matter. The support depends on this number,
-            not on the ranks that run it, so the same configuration gives the same tokens on any number of them.
-        max_experts_per_rank: with ``balance_ranks``, how many experts of a support may lie on one rank; exceeded where
-            a row's coverage or its K usable experts need it. None = any number.
         refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
             only the cold pass.
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
@@ -52,8 +46,6 @@ class EpochConfig:
     restrict_new: bool = False
     support_scope: SupportScope = "sequence"
     coverage_floor: float | None = None
-    balance_ranks: int | None = None
-    max_experts_per_rank: int | None = None
     refresh_interval: int | None = 5
     future_rows: FutureRows = "fresh"
     backend: Backend = "auto"
@@ -78,15 +70,6 @@ class EpochConfig:
         check("on_miss", self.on_miss in ("reselect", "drop", "expand"), "'reselect', 'drop' or 'expand'")
         check("restrict_new", isinstance(self.restrict_new, bool), "True or False")
         check("support_scope", self.support_scope in ("sequence", "batch"), "'sequence' or 'batch'")
-        count = "None or an integer >= 1"
-        check("balance_ranks", self.balance_ranks is None or _is_positive(self.balance_ranks), count)
-        cap = self.max_experts_per_rank
-        check("max_experts_per_rank", cap is None or _is_positive(cap), count)
-        check(
-            "max_experts_per_rank",
-            cap is None or self.balance_ranks is not None,
-            "None unless balance_ranks says how many ranks there are",
-        )
         check(
             "refresh_interval",
             self.refresh_interval is None or (_is_int(self.refresh_interval) and self.refresh_interval >= 1),
@@ -134,10 +117,6 @@ class EpochConfig:
         if self.coverage is None:
             return 0.0
         return max(0.0, self.coverage - 0.05) if self.coverage_floor is None else self.coverage_floor
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_int(value) and value >= 1
 
 
 def _is_int(value: Any) -> bool:

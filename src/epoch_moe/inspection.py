@@ -11,9 +11,9 @@ from typing import Any
 from epoch_moe.families import describe_block
 from epoch_moe.models.loading import read_checkpoint
 from epoch_moe.models.stacked_checkpoint import is_expert
+from epoch_moe.tensor_files import STORED_DTYPES
 
 _LAYOUT_WORDS = {"per_expert": "one tensor each", "stacked": "stacked by projection", "fused": "fused into w1 and w2"}
-_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
@@ -25,13 +25,14 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(path_or_id)
     config = checkpoint.config
     sizes = config.sizes()
-    odd = sorted(key for key, dtype in checkpoint.dtypes.items() if dtype not in _ITEM_BYTES)
+    odd = sorted(key for key, dtype in checkpoint.dtypes.items() if dtype not in STORED_DTYPES)
     if odd:
         raise ValueError(
             f"{path_or_id} stores {len(odd)} tensors in dtypes that load_model does not take, such as {odd[0]} in "
-            f"{checkpoint.dtypes[odd[0]]}: expected {', '.join(_ITEM_BYTES)}"
+            f"{checkpoint.dtypes[odd[0]]}: expected {', '.join(STORED_DTYPES)}"
         )
-    stored = {key: prod(shape) * _ITEM_BYTES[checkpoint.dtypes[key]] for key, shape in checkpoint.shapes.items()}
+    shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
+    stored = {key: prod(shape) * STORED_DTYPES[dtypes[key]].itemsize for key, shape in shapes.items()}
     expert_bytes = sum(size for key, size in stored.items() if is_expert(key))
     spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
     result: dict[str, Any] = {

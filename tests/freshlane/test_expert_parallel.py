@@ -28,10 +28,6 @@ CONFIGS: dict[str, EpochConfig | None] = {
     "default": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
     "paper": EpochConfig.paper(coverage=0.6, coverage_floor=0.55, refresh_interval=3),
     "batch": EpochConfig(coverage=0.6, coverage_floor=0.55, refresh_interval=3, support_scope="batch"),
-    "placed": EpochConfig(
-        coverage=0.6, coverage_floor=0.55, refresh_interval=3, support_scope="batch", balance_ranks=2,
-        max_experts_per_rank=3,
-    ),
 }
 
 
@@ -64,7 +60,7 @@ def batch_scope_on_ranks(rank: int, source: str, want: dict[str, list[list[int]]
     world = dist.get_world_size()
     model = whole_model(source)
     epoch_moe.patch(model, ep_group=dist.group.WORLD)
-    for name in ("paper", "batch", "placed"):
+    for name in ("paper", "batch"):
         epoch_moe.patch(model, CONFIGS[name])
         mine = range(5 * rank // world, 5 * (rank + 1) // world)
         with epoch_moe.in_step(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from epoch_moe.plan.placement import NEAR_TIE
 from epoch_moe.routing import RouterSpec
 
 Row = list[float]
@@ -42,18 +41,6 @@ def covered(cand: dict[int, float], support: set[int], top_k: int) -> float:
     return sum(sorted((w for e, w in cand.items() if e in support), reverse=True)[:top_k])
 
 
-def best(worth: dict[int, float], support: set[int], rank_of: list[int], cap: int | None, exceed: bool) -> int | None:
-    """The expert to add, with experts on ranks: see `epoch_moe.plan.placement.Placement.best`."""
-    held = {rank: sum(rank_of[e] == rank for e in support) for rank in set(rank_of)}
-    useful = {e: w for e, w in worth.items() if w > 0 and e not in support}
-    below = {e: w for e, w in useful.items() if cap is None or held[rank_of[e]] < cap}
-    choices = below or (useful if exceed else {})
-    if not choices:
-        return None
-    near = [e for e, w in choices.items() if w >= (1 - NEAR_TIE) * max(choices.values())]
-    return min(near, key=lambda e: (held[rank_of[e]], -round(choices[e], 6), e))
-
-
 def atlas(
     selection: list[Row],
     combine: list[Row],
@@ -61,8 +48,6 @@ def atlas(
     spec: RouterSpec,
     coverage: float,
     factor: int,
-    rank_of: list[int] | None = None,
-    cap: int | None = None,
 ) -> set[int]:
     """The support of one group of rows."""
     rows = [i for i, vote in enumerate(votes) if vote]
@@ -78,10 +63,7 @@ def atlas(
     support = {ids[0] for ids in natural.values()}
     ranking = iter(sorted(total, key=lambda e: (-total[e], e)))
     while sum(covered(cand[i], support, spec.top_k) for i in rows) < sum(target.values()):
-        heaviest = next(ranking) if rank_of is None else best(total, support, rank_of, cap, exceed=False)
-        if heaviest is None:
-            break
-        support.add(heaviest)
+        support.add(next(ranking))
 
     while True:
         deficit = {i: target[i] - covered(cand[i], support, spec.top_k) for i in rows}
@@ -93,12 +75,7 @@ def atlas(
             for e in range(spec.num_experts)
             if e not in support
         }
-        if rank_of is None:
-            support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
-        else:
-            filling = best(gain, support, rank_of, cap, exceed=True)
-            assert filling is not None
-            support.add(filling)
+        support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
 
     short = [i for i in rows if len(choose(selection[i], spec, support)) < spec.top_k]
     return support | {e for i in short for e in natural[i]}

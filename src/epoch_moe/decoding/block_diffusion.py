@@ -25,10 +25,11 @@ from epoch_moe.decoding.canvas import Canvas, PromptIds, check_prompts, read_pro
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar, true_places
+from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
+from epoch_moe.plan.liveness import true_places
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -30,11 +29,6 @@ def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
             "diffusion: load it with attn_implementation='sdpa'"
         )
     return base, head
-
-
-def true_places(mask_T: Tensor, count: int) -> Tensor:
-    """Where a mask is True, ascending: nonzero() without its host sync, as how many there are is known."""
-    return mask_T.to(torch.uint8).argsort(descending=True, stable=True)[:count]
 
 
 def is_native(base: nn.Module) -> bool:

@@ -25,11 +25,8 @@ from epoch_moe.routing import RouterSpec, Routing, Scores
 def compact_for(config: EpochConfig, layers: Sequence[Experts]) -> Compact | None:
     """What packs the rows of a plan on the device, or None where rows must be lists.
 
-    They must be where experts are not computed by the kernels, or lie on several devices, or where a support is
-    compiled for a placement (`EpochConfig.balance_ranks`), which no kernel does.
+    They must be where experts are not computed by the kernels, or lie on several devices.
     """
-    if config.balance_ranks is not None:
-        return None
     if len({experts.down_EHF.device for experts in layers}) != 1:
         return None
     if any(pick_backend(config.backend, experts) != "triton" for experts in layers):

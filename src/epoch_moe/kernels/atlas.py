@@ -182,7 +182,7 @@ def compile_support_device(
     candidate_factor: int,
     only_G: Tensor | None = None,
 ) -> Tensor:
-    """`epoch_moe.plan.atlas.compile_support` (without placement) on the device: bool ``[G,E]``.
+    """`epoch_moe.plan.atlas.compile_support` on the device: bool ``[G,E]``.
 
     Args:
         selection_GWE: fp32 selection scores of the voting rows.

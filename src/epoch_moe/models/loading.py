@@ -23,7 +23,7 @@ from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, store
 from epoch_moe.patching import patch
 from epoch_moe.residency.attach import ORIGIN, Origin
 from epoch_moe.residency.config import ResidencyConfig
-from epoch_moe.tensor_files import TensorHeader, read_headers
+from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_headers
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Folder of the checkpoints that come with the package."""
@@ -45,7 +45,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "float": torch.float32,
 }
-_STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_STORED_DTYPES = {name: dtype for name, dtype in STORED_DTYPES.items() if dtype != torch.float64}
 _ATTENTION = ("sdpa", "eager")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.plan.placement import Placement
 from epoch_moe.routing import NO_EXPERT, RouterSpec, group_limited, select
 
 
@@ -23,8 +22,6 @@ def compile_support(
     spec: RouterSpec,
     coverage: float,
     candidate_factor: int,
-    rank_of_expert_E: Tensor | None = None,
-    max_per_rank: int | None = None,
 ) -> Tensor:
     """The experts that B groups of rows may route to: bool ``[B,E]``.
 
@@ -36,17 +33,10 @@ def compile_support(
         coverage: share of each row's natural weight that its best K candidates inside the support must reach.
             1.0 gives the union of the rows' natural top-k.
         candidate_factor: a row's candidates are its best ``candidate_factor * K`` experts by selection score.
-        rank_of_expert_E: int64, the rank that owns each expert; None = where experts lie does not matter. Else, of
-            experts that are within `epoch_moe.plan.placement.NEAR_TIE` of the best one to add, one on the rank that
-            holds fewest of the support is added. Changes nothing at coverage 1.0, where there is no choice.
-        max_per_rank: how many experts of a support may lie on one rank. Exceeded only by what is not a choice: rows'
-            best experts, what a row needs for its target or for K usable experts where the ranks below the cap have
-            nothing more for it, and coverage 1.0.
 
     Every support holds at least K experts, and every voting row finds K of them (group limits included).
     """
     num_experts = selection_BWE.shape[-1]
-    placement = _placement(rank_of_expert_E, max_per_rank, num_experts)
     flat_TE = selection_BWE.reshape(-1, num_experts)
     # Candidates come from a row's own groups: what lies elsewhere it could not choose, whatever the support holds.
     limited_BWE = group_limited(flat_TE, spec).view_as(selection_BWE)
@@ -67,24 +57,9 @@ def compile_support(
     candidates = _Candidates(ids_BWC, weights_BWC, spec.top_k, num_experts)
 
     support_BE = _union(natural_BWK[..., :1], vote_BW, num_experts)
-    if placement is None:
-        support_BE = _add_heaviest(support_BE, candidates, target_BW)
-    else:
-        support_BE = _add_heaviest_placed(support_BE, candidates, target_BW, placement)
-    support_BE = _fill_deficits(support_BE, candidates, target_BW, placement)
+    support_BE = _add_heaviest(support_BE, candidates, target_BW)
+    support_BE = _fill_deficits(support_BE, candidates, target_BW)
     return _make_feasible(support_BE, selection_BWE, natural_BWK, vote_BW, spec)
-
-
-def _placement(rank_of_expert_E: Tensor | None, max_per_rank: int | None, num_experts: int) -> Placement | None:
-    if rank_of_expert_E is None:
-        if max_per_rank is not None:
-            raise ValueError(f"max_per_rank={max_per_rank} without rank_of_expert_E: pass where the experts lie")
-        return None
-    if tuple(rank_of_expert_E.shape) != (num_experts,):
-        raise ValueError(
-            f"rank_of_expert_E has shape {tuple(rank_of_expert_E.shape)}: expected [{num_experts}], one rank per expert"
-        )
-    return Placement(rank_of_expert_E, max_per_rank)
 
 
 class _Candidates:
@@ -138,30 +113,7 @@ def _add_heaviest(support_BE: Tensor, candidates: _Candidates, target_BW: Tensor
     return support_BE | (rank_BE < high_B1)
 
 
-def _add_heaviest_placed(
-    support_BE: Tensor, candidates: _Candidates, target_BW: Tensor, placement: Placement
-) -> Tensor:
-    """`_add_heaviest` where experts of nearly the same weight are told apart by their ranks, within the cap.
-
-    One by one, as each expert changes which rank holds fewest. What the cap shuts out is left to `_fill_deficits`.
-    """
-    total_BE = candidates.total(candidates.weights_BWC)
-    aggregate_B1 = target_BW.sum(dim=1, keepdim=True)
-    held_BP = placement.held(support_BE)
-    for _ in range(support_BE.shape[1]):
-        short_B1 = candidates.covered(support_BE).sum(1, keepdim=True) < aggregate_B1
-        best_B1, added_B1 = placement.best(total_BE.masked_fill(support_BE, 0.0), held_BP, may_exceed=False)
-        added_B1 = added_B1 & short_B1
-        if not bool(added_B1.any()):
-            break
-        support_BE = support_BE.scatter(1, best_B1, support_BE.gather(1, best_B1) | added_B1)
-        held_BP = placement.held(support_BE)
-    return support_BE
-
-
-def _fill_deficits(
-    support_BE: Tensor, candidates: _Candidates, target_BW: Tensor, placement: Placement | None
-) -> Tensor:
+def _fill_deficits(support_BE: Tensor, candidates: _Candidates, target_BW: Tensor) -> Tensor:
     """While a row is short, add the expert that fills the most missing weight over all rows."""
     # fp32 sums of the same numbers in another order differ in the last bits; a row that close to its target has it.
     tolerance_BW = 1e-6 * target_BW
@@ -170,11 +122,8 @@ def _fill_deficits(
         deficit_BW = deficit_BW.masked_fill(deficit_BW <= tolerance_BW, 0.0)
         gain_BE = candidates.total(torch.minimum(candidates.weights_BWC, deficit_BW.unsqueeze(-1)))
         gain_BE = gain_BE.masked_fill(support_BE, 0.0)
-        if placement is None:
-            best_B1 = gain_BE.argmax(dim=1, keepdim=True)
-            added_B1 = gain_BE.gather(1, best_B1) > 0
-        else:
-            best_B1, added_B1 = placement.best(gain_BE, placement.held(support_BE), may_exceed=True)
+        best_B1 = gain_BE.argmax(dim=1, keepdim=True)
+        added_B1 = gain_BE.gather(1, best_B1) > 0
         if not bool(added_B1.any()):
             break
         support_BE = support_BE.scatter(1, best_B1, support_BE.gather(1, best_B1) | added_B1)

@@ -138,7 +138,7 @@ class CapturedIterations:
         if plan.compact is None:
             raise RuntimeError(
                 "capture: this block's rows are lists on the host. They are on the device with backend='triton', "
-                "experts on one device, no balance_ranks and no trace"
+                "experts on one device and no trace"
             )
         given = {"ids_BS": ids_BS, "valid_BS": valid_BS, "live_BN": live_BN, "changed_BN": changed_BN}
         inputs: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}

@@ -16,7 +16,6 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import PackedRows, RowPlan, true_places
-from epoch_moe.plan.placement import contiguous_ranks
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
 
 
@@ -84,21 +83,9 @@ class TorchSelection:
 
     def compile(self, selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None) -> Tensor:
         """See `Selection`. Waits for the device."""
-        config, num_experts = self.config, self.spec.num_experts
-        assert config.coverage is not None
-        placed = None
-        if config.balance_ranks is not None:
-            placed = contiguous_ranks(num_experts, config.balance_ranks, selection_GWE.device)
-        return compile_support(
-            selection_GWE,
-            weights_GWE,
-            votes_GW,
-            self.spec,
-            config.coverage,
-            config.candidate_factor,
-            placed,
-            config.max_experts_per_rank,
-        )
+        coverage, factor = self.config.coverage, self.config.candidate_factor
+        assert coverage is not None
+        return compile_support(selection_GWE, weights_GWE, votes_GW, self.spec, coverage, factor)
 
 
 @dataclass

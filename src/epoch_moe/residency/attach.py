@@ -26,7 +26,6 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency.config import ResidencyConfig, slots_per_layer
 from epoch_moe.residency.experts import ResidentExperts
 from epoch_moe.residency.sources import (
-    STORED_DTYPES,
     ExpertSource,
     FileSource,
     HostSource,
@@ -36,7 +35,7 @@ from epoch_moe.residency.sources import (
     find_parts,
 )
 from epoch_moe.residency.state import Residency
-from epoch_moe.tensor_files import TensorHeader, read_headers
+from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_headers
 
 _HOST_SHARE = 0.5
 

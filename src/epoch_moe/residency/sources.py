@@ -22,9 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from epoch_moe.tensor_files import TensorHeader, read_header
-
-STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_header
 
 
 class ResidencyError(RuntimeError):
