@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import pkgutil
 import platform
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -44,6 +42,7 @@ import epoch_moe
 import epoch_moe.kernels
 from epoch_moe.kernels.aot import SHARED_LIMIT, AotFacts, aot_compile
 from epoch_moe.kernels.launch import AotCase
+from epoch_moe.outputs import output_file, write_json
 
 ARCHES = (90, 80)
 BYTES_PER_SECOND = 3.35e12
@@ -153,7 +152,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=list(ARCHES))
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases whose name (kernel[shape]) holds this")
     parser.add_argument("--quick", action="store_true", help="the first case of each kernel: does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     of_files, uncovered = collect()
     chosen = [(file, case) for file, cases in of_files.items() for case in cases if arguments.match in case.name]
@@ -193,9 +192,7 @@ def main() -> int:
         "kernels": entries,
     }
     print("\n" + table(entries))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
     print("floors are arithmetic for an H100 (3.35 TB/s, 990 TFLOP/s bf16), not a measurement")
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)

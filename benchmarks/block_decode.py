@@ -21,7 +21,6 @@ Shape suffixes: B sequences, S rows, N rows of a block, H hidden.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -29,7 +28,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ import epoch_moe.block
 from epoch_moe import BlockPlanContext, EpochConfig, patch, unpatch
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
+from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import open_context
 
@@ -380,7 +379,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats after one warm-up (default: 3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="small layers (hidden 512, 64 experts): does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     shape = (512, 64, 128) if arguments.quick else (2048, 256, 512)
     plan = EpochConfig()
@@ -415,9 +414,7 @@ def main() -> None:
             + ", ".join(f"{k} {v:.2f}" for k, v in numbers["work_ratios"].items()),
             flush=True,
         )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -44,6 +43,7 @@ from parts.kernel_times import Timed, Timer
 
 import epoch_moe
 from epoch_moe.kernels.launch import supports_triton
+from epoch_moe.outputs import output_file, write_output
 
 SECTIONS = ("correct", "times", "decode", "graph")
 # Seconds that a section's next step must be expected to fit into.
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=f"of {', '.join(RELEASED)}; dry: {', '.join(TINY)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU: does the script run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     dry = arguments.dry_run
     device = pick_device(dry)
@@ -232,7 +232,7 @@ def main() -> int:
         # After every section, whatever its end: what was measured is not lost.
         result["skipped"], result["seconds"] = setting.budget.skipped, arguments.budget - setting.budget.left
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_output(arguments.json, json.dumps(result, indent=1) + "\n")
 
     note = ", dry run: times mean nothing" if dry else ""
     print(f"on {result['device']}, {arguments.budget:.0f} s{note}", flush=True)

@@ -50,6 +50,7 @@ from epoch_moe import EpochConfig
 from epoch_moe.experts.grouped import run_experts
 from epoch_moe.experts.weights import Stacked
 from epoch_moe.freshlane.collectives import Ranks
+from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import RowPlan
@@ -355,7 +356,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logits (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="2 gloo ranks, rows of 64, one layer: does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     layers, repeats, worlds, batch_run = arguments.layers, arguments.repeats, arguments.world, 32
     if arguments.quick:
@@ -414,9 +415,7 @@ def main() -> None:
                             result["ratio_to_best_dense"] = numbers["ratio_to_best_dense"]
                             result["ratio_to_best_dense_of"] = where
     print(f"ratio_to_best_dense {result['ratio_to_best_dense']:.3f} ({result['ratio_to_best_dense_of']})")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

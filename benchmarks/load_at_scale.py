@@ -41,6 +41,7 @@ import epoch_moe
 from epoch_moe.models import load_model
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.models.stacked_checkpoint import is_expert
+from epoch_moe.outputs import output_file, write_json
 
 MIB, GB = 2**20, 1e9
 SLACK = 64 * MIB
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a checkpoint of 130 MB instead of 2.4 GB: does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     if not Path("/proc/self/clear_refs").exists():
         raise SystemExit("resident memory is read from Linux's /proc: run this there")
@@ -201,9 +202,7 @@ def main() -> None:
         "machine": platform.machine(),
         "seed": arguments.seed,
     }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ Shape suffixes: B sequences, S rows per sequence, T = B x S, R fresh rows, K top
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import re
 import sys
@@ -45,6 +44,7 @@ from epoch_moe import EpochConfig
 from epoch_moe.experts.views import ExpertViews, expert_views
 from epoch_moe.freshlane.local import pick, restore
 from epoch_moe.functional import moe_forward
+from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.liveness import RowPlan
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--workspace", type=int, default=256, metavar="MIB", help="budget in MiB (default: 256)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="32 sequences, hidden 512, 32 experts: does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     shape, batch, workspace = SHAPES["llada2-mini"], arguments.batch, arguments.workspace * MIB
     if arguments.quick:
@@ -246,9 +246,7 @@ def main() -> None:
              ("dense", "freshlane", "freshlane, budget")}  # fmt: skip
     result["block_peak_bytes"] = peaks
     print("largest over the block: " + ", ".join(f"{k} {v / MIB:.0f} MiB" for k, v in peaks.items()))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

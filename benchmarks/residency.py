@@ -42,6 +42,7 @@ from tqdm.auto import tqdm
 import epoch_moe
 from epoch_moe import EpochConfig
 from epoch_moe.decoding import is_canvas_model, loop_of
+from epoch_moe.outputs import output_file, write_output
 from epoch_moe.problems import generate_problems
 from epoch_moe.residency.policies import POLICIES
 from epoch_moe.residency.simulate import BOUND, PLAIN_LRU, Replay, simulate, slots_of
@@ -318,7 +319,7 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     """What there is so far."""
     result["summary"] = summary(result)
     if path is not None:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        write_output(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def main() -> int:
@@ -329,7 +330,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("traces", "decodes", "both"), default="both", help="what to run")
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=None,
         metavar="FILE",
         help="write the result, trace by trace; what is not run keeps what FILE had",

@@ -42,6 +42,7 @@ import epoch_moe
 from epoch_moe import EpochConfig, ResidencyConfig
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.models.stacked_checkpoint import is_expert
+from epoch_moe.outputs import output_file, write_json
 
 BLOCK, FORWARDS = 32, 8
 COMMON = 0.1
@@ -216,12 +217,12 @@ def main() -> None:
     parser.add_argument("--keep-cache", action="store_true", help="leave what was read in the page cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="2 MoE layers, 64 experts of 128: does it run?")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         result = child(arguments)
-        arguments.json.write_text(json.dumps(result))
+        write_json(arguments.json, result)
         return
     arguments.budget = arguments.budget or ("6MB" if arguments.quick else "2GB")
     with tempfile.TemporaryDirectory(prefix="residency_at_scale_", dir=arguments.folder) as name:
@@ -272,9 +273,7 @@ def report(runs: dict[str, dict[str, Any]], sizes: dict[str, int], arguments: ar
         "machine": platform.machine(),
         "seed": arguments.seed,
     }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

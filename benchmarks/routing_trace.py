@@ -26,18 +26,17 @@ Shape suffixes: B sequences, N rows of a block, S rows of a forward, T = B x S, 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import epoch_moe
+from epoch_moe.outputs import output_file, write_json
 from epoch_moe.routing import RouterSpec, Scores, router_scores, select
 
 BLOCK, PER_FORWARD = 32, 4
@@ -272,7 +271,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logits (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
         "torch": torch.__version__,
@@ -288,9 +287,7 @@ def main() -> None:
             shape, calibrate(shape, arguments.spread, arguments.seed), arguments.seed
         )
         show(name, result["shapes"][name])
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ do (a batch shares them), so their ratio is taken at batch size 1, on fewer prob
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from epoch_moe import EpochConfig, load_model, patched
 from epoch_moe.compare import Side, versions
+from epoch_moe.outputs import output_file, write_json, write_output
 from epoch_moe.problems import Problem, generate_problems
 
 COVERAGES = (0.98, 0.95, 0.9, 0.8)
@@ -80,8 +79,8 @@ def main() -> None:
     parser.add_argument("--single", type=int, default=25, help="decoded one by one, for active experts (default: 25)")
     parser.add_argument("--batch-size", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
+    parser.add_argument("--markdown", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments.model)
     problems = generate_problems(arguments.problems, arguments.seed, split="held_out")
@@ -120,10 +119,10 @@ def main() -> None:
     }
     text = table(rows, dense, len(problems))
     print(text)
-    for path, content in ((arguments.json, json.dumps(result, indent=1, allow_nan=False)), (arguments.markdown, text)):
-        if path is not None:
-            path.write_text(content + "\n")
-            print(f"written to {path}")
+    write_json(arguments.json, result)
+    if arguments.markdown is not None:
+        write_output(arguments.markdown, text + "\n")
+        print(f"written to {arguments.markdown}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ It needs a GPU. Without one, --list shows what would be searched.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -35,6 +33,7 @@ from epoch_moe.kernels.launch import supports_triton
 from epoch_moe.kernels.route import route
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_table
 from epoch_moe.kernels.worklist import device_worklist
+from epoch_moe.outputs import output_file, write_json
 from epoch_moe.routing import RouterSpec
 
 SPACE: dict[str, tuple[Any, ...]] = {
@@ -189,7 +188,7 @@ def main() -> int:
     parser.add_argument("--unaligned", action="store_true", help="sizes that are no multiples of 16, too")
     parser.add_argument("--budget", type=float, default=500.0, metavar="SECONDS", help="for all entries (default: 500)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--json", type=output_file, default=None, metavar="FILE")
     arguments = parser.parse_args()
     alignments = (True, False) if arguments.unaligned else (True,)
     chosen = [(dtype, aligned) for dtype in arguments.dtype for aligned in alignments]
@@ -235,8 +234,7 @@ def main() -> int:
         print("    ),")
     if arguments.json is not None:
         result = {"device": torch.cuda.get_device_name(device), "triton": triton.__version__, "entries": records}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.json}")
+        write_json(arguments.json, result)
     return 0
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import epoch_moe
 from epoch_moe.decoding import is_canvas_model, loop_of
 from epoch_moe.freshlane.expert_parallel import world_group
+from epoch_moe.outputs import check_output, write_output
 
 
 def parse() -> argparse.Namespace:
@@ -97,6 +98,11 @@ def main() -> int:
     """Load, decode, collect."""
     args = parse()
     prompts = read_prompts(args.prompts)
+    if args.output is not None and os.environ.get("RANK", "0") == "0":  # other hosts may have no such folder
+        try:
+            check_output(args.output, "--output")  # before the work, and before others are waited for
+        except (ValueError, OSError) as error:
+            raise SystemExit(str(error)) from error
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -130,7 +136,7 @@ def main() -> int:
             if args.output is None:
                 print("\n".join(lines))
             else:
-                args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                write_output(args.output, "\n".join(lines) + "\n")
                 print(f"{len(lines)} answers written to {args.output}", file=sys.stderr)
         dist.destroy_process_group()
     except KeyboardInterrupt:

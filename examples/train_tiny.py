@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from muon import Muon
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tiny_data import BLOCK, CHUNK, MAX_BLOCKS, PACK_BLOCKS, Batch, batches, build_tokenizer, encode, save_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
+from epoch_moe.outputs import write_output
 from epoch_moe.problems import EOS_TOKEN, KINDS, MAX_TOKENS, Problem, check, generate_problems
 
 # -------------------------------------------------------------------------------------------------------------- model
@@ -408,11 +409,11 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
             tensors[name] = tensor - tensor.mean()
         else:
             tensors[name] = tensor.to(torch.bfloat16, copy=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_output(out / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     known = inspect.signature(LLaDA2MoeConfig.__init__).parameters
     config = {k: v for k, v in model.config.to_dict().items() if k in known and v is not None}
     config |= {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_output(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_tokenizer(tokenizer, out)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tiny_data import build_tokenizer, encode, noise, save_tokenizer
 from tiny_lessons import lesson_problems
 from tokenizers import Tokenizer
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from train_tiny import FlatGradients, grouped_experts, learning_rate, make_optimizers
 
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM, LLaDAMoESparseMoeBlock
+from epoch_moe.outputs import write_output
 from epoch_moe.problems import EOS_TOKEN, KINDS, Problem, check, generate_problems
 
 ANSWER = 32
@@ -280,11 +281,11 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
     """Write the checkpoint with the released models' keys, in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_output(out / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     known = inspect.signature(LLaDAMoEConfig.__init__).parameters
     config = {k: v for k, v in model.config.to_dict().items() if k in known}
     config |= {"architectures": ["LLaDAMoEModelLM"], "model_type": "lladamoe", "dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_output(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
     save_tokenizer(tokenizer, out)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from epoch_moe.config import EpochConfig
+from epoch_moe.outputs import check_output, write_json
 
 PRESETS = ("default", "exact", "paper")
 DEFAULT_MODEL = "tiny-llada2"
@@ -20,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (2: the input cannot be used, said in one line)."""
     arguments = build_parser().parse_args(argv)
     try:
+        for option in ("json", "figure"):
+            if (path := getattr(arguments, option, None)) is not None:
+                check_output(path, f"--{option}")  # before the work
         return int(arguments.run(arguments))
     except (ValueError, TypeError, OSError) as error:
         if arguments.traceback:
@@ -293,7 +296,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         result["residency"] = residency_sizes(result, arguments.budget, arguments.card)
         text = f"{text}\n{sizes_text(result['residency'])}"
     print(text)  # only now: an error is not to scroll away under what it does not concern
-    _write_json(arguments.json, result)
+    write_json(arguments.json, result)
     return 0
 
 
@@ -308,9 +311,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--problems {arguments.problems}: expected at least 1")
     if arguments.show < 0:
         raise ValueError(f"--show {arguments.show}: expected 0 or more")
-    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
-        # Before the work, not after it.
-        raise ValueError(f"--json {arguments.json}: its folder does not exist")
     plan = _plan(arguments)
     assert plan is not None  # the presets of this command all have a plan
     model, tokenizer = _load(arguments)
@@ -336,7 +336,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             f"  plan          {sample['plan']}",
         ]
     print("\n".join([*shown, "", comparison_table(result)]))
-    _write_json(arguments.json, result)
+    write_json(arguments.json, result)
     return 0
 
 
@@ -346,12 +346,6 @@ def _residency_sim(arguments: argparse.Namespace) -> int:
     return run_residency_sim(
         arguments, lambda: _load(arguments), _plan(arguments), lambda config: _decoding(arguments, config)
     )
-
-
-def _write_json(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-        print(f"written to {path}")
 
 
 if __name__ == "__main__":

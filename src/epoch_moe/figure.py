@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from epoch_moe.outputs import write_output
 from epoch_moe.plan.counters import Counters, Work
 from epoch_moe.residency.simulate import Replay
 
@@ -36,6 +37,13 @@ def check_format(path: Path) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ValueError(f"{path}: matplotlib does not write {path.suffix!r}; use one of {', '.join(sorted(formats))}")
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a picture as `epoch_moe.outputs.write_output` does; one whose name has no ending is a PNG."""
+    data = io.BytesIO()
+    figure.savefig(data, format=path.suffix[1:].lower() or "png")
+    write_output(path, data.getvalue())
 
 
 class PlanFigure(Figure):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from epoch_moe.outputs import write_json
 from epoch_moe.problems import Problem
 from epoch_moe.residency.config import parse_budget
 from epoch_moe.residency.policies import POLICIES
@@ -113,10 +113,6 @@ def run_residency_sim(
     """
     from tqdm.auto import tqdm
 
-    for name in ("json", "figure"):
-        path = getattr(arguments, name)
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"--{name} {path}: its folder does not exist")
     budgets = [_share(budget) for budget in arguments.budget]
     if arguments.figure is not None:
         from epoch_moe.figure import check_format  # before the work, where matplotlib is missing too
@@ -145,14 +141,12 @@ def run_residency_sim(
     about = ", ".join(f"{key} {value}" for key, value in trace.about.items() if value is not None)
     print(f"{trace.num_layers} MoE layers of {trace.num_experts} experts, {len(trace.forwards)} forwards; {about}")
     print(replay_table(replays))
-    if arguments.json is not None:
-        result = {"about": trace.about, "forwards": len(trace.forwards), "replays": [r.as_dict() for r in replays]}
-        arguments.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-        print(f"written to {arguments.json}")
+    result = {"about": trace.about, "forwards": len(trace.forwards), "replays": [r.as_dict() for r in replays]}
+    write_json(arguments.json, result)
     if arguments.figure is not None:
-        from epoch_moe.figure import draw_replays
+        from epoch_moe.figure import draw_replays, write_figure
 
-        draw_replays(replays, trace.num_experts).savefig(arguments.figure)
+        write_figure(arguments.figure, draw_replays(replays, trace.num_experts))
         print(f"drawn to {arguments.figure}")
     return 0
 
