@@ -15,6 +15,7 @@ from torch import Tensor
 import epoch_moe.block
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import run_experts
+from epoch_moe.experts.weights import Stacked
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 from epoch_moe.routing import NO_EXPERT
@@ -195,6 +196,17 @@ def test_two_models_and_two_blocks_interleave(model: LLaDA2MoeModelLM) -> None:
     for number, logits in enumerate(zip(*(planned(*job) for job in jobs), strict=True)):
         for got, expected in zip(logits, alone, strict=True):
             assert torch.equal(got, expected[number])
+
+
+def test_layers_on_several_devices_get_no_plan(model: LLaDA2MoeModelLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = model._epoch_moe.ensure_stacked()
+    there = [*here[:-1], Stacked(here[-1].gate_up_E2FH.to("meta"), here[-1].down_EHF.to("meta"))]
+    monkeypatch.setattr(type(model._epoch_moe), "ensure_stacked", lambda _: there)
+    context = open_context(model, EpochConfig())
+    with pytest.raises(ValueError, match=r"the MoE layers lie on cpu, meta: .*plan=None"):
+        context.begin_block(batch=1, window=4)
+    assert model._epoch_moe.slot.active is None
+    open_context(model, None).begin_block(batch=1, window=4)
 
 
 def test_forwards_do_not_nest(model: LLaDA2MoeModelLM) -> None:

@@ -78,6 +78,12 @@ class BlockPlanContext:
                 "routing blocks, or prefix_constant=False"
             )
         layers = self._patched.ensure_stacked()
+        devices = sorted({str(experts.down_EHF.device) for experts in layers})
+        if self.config is not None and len(devices) > 1:
+            raise ValueError(
+                f"the MoE layers lie on {', '.join(devices)}: the rows of a block plan are on one device; put the "
+                "model on one, or decode without a plan (plan=None)"
+            )
         self._open, self._entered = True, False
         if self.config is not None:
             # A trace is made of lists, and so is what experts outside of fast memory are chosen by.
