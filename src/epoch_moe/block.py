@@ -328,8 +328,11 @@ class EpochMoEBlock(nn.Module):
         return run(x_RH, ids_RK, weights_RK, requested, forward, known)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        what = "state_dict, and what saves it,"
         if isinstance(self.weights, ResidentExperts):
-            raise self.weights.refused("state_dict, and what saves it,")
+            raise self.weights.refused(what)
+        if self.ep is not None and self.ep.ranks.world > 1:
+            raise self.ep.refused(what)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +194,18 @@ def test_shared_expert_and_cached_rows_fill_the_time_of_the_exchanges(layout: st
 def load_own_share(rank: int, source: str, want: list[list[int]]) -> dict[str, Any]:
     model, _ = load_model(source, ep_group=dist.group.WORLD, ep_layout="replicated")
     assert answers(model, PROMPTS, EpochConfig.exact()) == want
-    held: dict[str, Any] = {"keys": sorted(model.state_dict())}
+    held: dict[str, Any] = {"keys": sorted(name for name, _ in [*model.named_parameters(), *model.named_buffers()])}
+    alone, _ = load_model(source, ep_group=dist.new_subgroups(1)[0])
+    assert len(alone.state_dict()) > len(held["keys"])  # all experts are here
+    for what, save in (
+        ("state_dict", model.state_dict),
+        ("state_dict", lambda: model.save_pretrained(tempfile.mkdtemp())),
+        ("copying or pickling", lambda: copy.deepcopy(model)),
+        ("copying or pickling", lambda: pickle.dumps(model)),
+        ("copying or pickling", lambda: torch.save(model, io.BytesIO())),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{what}.* is refused: rank {rank} of 2 holds experts \d+ to \d+ of"):
+            save()
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     held["bytes"] = sum(storages.values())
     block = next(iter(model._epoch_moe.blocks.values()))

@@ -86,6 +86,18 @@ class ExpertParallel:
         first = self.dispatcher.first_expert
         return range(first, first + self.dispatcher.local_experts)
 
+    def refused(self, what: str) -> RuntimeError:
+        """The error of everything that needs all experts, or that would take the group of ranks along."""
+        here = self.experts
+        return RuntimeError(
+            f"{what} is refused: rank {self.ranks.rank} of {self.ranks.world} holds experts {here.start} to "
+            f"{here.stop - 1} of {self.dispatcher.num_experts} only, and its group of processes. Use the checkpoint "
+            "that the model comes from, or a model loaded without ep_group"
+        )
+
+    def __reduce__(self) -> Any:
+        raise self.refused("copying or pickling a model whose experts are split over ranks")
+
     def run(
         self,
         x_RH: Tensor,
