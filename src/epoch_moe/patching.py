@@ -130,7 +130,8 @@ def patch(
 
     The blocks keep their parameters, and `state_dict` keeps its keys and values; the experts' parameters become views
     of one stacked tensor per layer. Without a plan a patched model computes what it computed before. Calling `patch`
-    again changes the configuration and the last three arguments only.
+    again changes the configuration and the last three arguments only, and is refused while anything is under way on the
+    model (a decode, a block, a forward, in any thread).
 
     Forwards under `torch.no_grad` of loops that know nothing of plans, such as the released `generate`, are followed by
     what they look like (docs/plans.md, "Loops of others"); `epoch_moe.plan_report` says what came of it.
@@ -238,8 +239,9 @@ def unpatch(model: nn.Module) -> None:
 
     Raises:
         ValueError: the model is not patched.
-        RuntimeError: somebody replaced or wrapped a patched block since; the error names it, and nothing is changed.
-        Or experts cannot be read back from where they lie (`epoch_moe.residency`).
+        RuntimeError: a decode, a block or a forward is under way on the model, in any thread; or somebody replaced or
+            wrapped a patched block since; or experts cannot be read back from where they lie (`epoch_moe.residency`).
+            The error names it, and nothing is changed.
     """
     state = _state(model)
     if state is None:
@@ -249,8 +251,6 @@ def unpatch(model: nn.Module) -> None:
             f"the experts of {type(model).__name__} are split over {state.ep.ranks.world} ranks, and those of other "
             "ranks are no longer here: load the model anew"
         )
-    if state.slot.active is not None:
-        raise RuntimeError("a forward is under way on this model: unpatch after it")
     for path, block in state.blocks.items():
         current = _module_at(model, path)
         if current is not block:
@@ -268,8 +268,13 @@ def unpatch(model: nn.Module) -> None:
             raise RuntimeError(
                 f"{path}.forward was replaced by {replaced} after patch(): undo that first, then unpatch"
             )
+    state.slot.check_idle("unpatch", close="the model was unpatched since; patch it and open a new context")
     if state.residency is not None:
-        detach(state.residency, list(state.blocks.values()))
+        try:
+            detach(state.residency, list(state.blocks.values()))
+        except BaseException:
+            state.slot.reopen()
+            raise
     for path, block in state.blocks.items():
         parent, name = _parent(model, path)
         parent._modules[name] = block.original
@@ -305,7 +310,7 @@ def patched(
         if state is None or before is None:
             unpatch(model)
         else:
-            _configure(state, *before)
+            _configure(state, *before, "the end of patched()")
 
 
 def _split(
@@ -330,11 +335,13 @@ def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> Patc
     backend = "auto" if config is None else config.backend
     for block in state.blocks.values():
         _backend_of(block, backend)  # refuses an impossible one before anything is changed
-    _configure(state, config, hints)
+    _configure(state, config, hints, "patch")
     return _report(state, {}, 0, 0, updated=True)
 
 
-def _configure(state: PatchState, config: EpochConfig | None, hints: Hints | None) -> None:
+def _configure(state: PatchState, config: EpochConfig | None, hints: Hints | None, doing: str) -> None:
+    if config != state.config or (state.inferred is not None and hints != state.inferred.hints):
+        state.slot.check_idle(f"{doing} changes the plan")
     state.config = config
     if state.inferred is not None and hints is not None:
         state.inferred.configure(config, hints)

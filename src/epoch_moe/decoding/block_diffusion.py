@@ -154,10 +154,10 @@ def generate(
     canvas = Canvas(prompts, settings, device)
     loop = _BlockLoop(base, head, open_context(model, plan, record=record), canvas, settings, use_cache, generator)
     try:
-        if streamer is not None:
-            streamer.put(prompts[0].cpu().unsqueeze(0))
-        loop.run(streamer, progress)
-        loop.context.finish()
+        with loop.context.decode():
+            if streamer is not None:
+                streamer.put(prompts[0].cpu().unsqueeze(0))
+            loop.run(streamer, progress)
     finally:
         # Also after an error: a consumer in another thread (TextIteratorStreamer) would wait for ever.
         if streamer is not None:

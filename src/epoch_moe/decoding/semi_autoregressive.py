@@ -149,10 +149,10 @@ def generate_semi_autoregressive(
         )
     loop = _CanvasLoop(base, head, open_context(model, plan, record=record), prompts, settings, device, generator)
     try:
-        if streamer is not None:
-            streamer.put(prompts[0].cpu().unsqueeze(0))
-        loop.run(streamer, progress)
-        loop.context.finish()
+        with loop.context.decode():
+            if streamer is not None:
+                streamer.put(prompts[0].cpu().unsqueeze(0))
+            loop.run(streamer, progress)
     finally:
         if streamer is not None:
             streamer.end()

@@ -23,7 +23,7 @@ from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, ch
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.recorder import ExpertRecorder
-from epoch_moe.plan.slot import DenseForward
+from epoch_moe.plan.slot import DenseForward, Hold
 
 LmHeadRows = Literal["live", "block"]
 
@@ -50,6 +50,8 @@ class BlockPlanContext:
                 ...
     """
 
+    holds = True
+
     def __init__(self, patched: Patched, config: EpochConfig | None, record: bool = False):
         self._patched, self.config = patched, config
         bytes_per_expert = patched.bytes_per_expert()
@@ -58,7 +60,8 @@ class BlockPlanContext:
             self.counters.recorder = ExpertRecorder(self.counters.num_layers)
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
         self._plan: BlockPlan | None = None
-        self._open = self._entered = False
+        self._open: Hold | None = None
+        self._entered = False
         self._latest: ForwardPlan | DenseForward | None = None
         self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
         self.weights_at: tuple[int, ...] = ()
@@ -84,7 +87,9 @@ class BlockPlanContext:
                 f"the MoE layers lie on {', '.join(devices)}: the rows of a block plan are on one device; put the "
                 "model on one, or decode without a plan (plan=None)"
             )
-        self._open, self._entered = True, False
+        self._open, self._entered = self._patched.slot.hold("a block"), False
+        if not self.holds:
+            self._patched.slot.release(self._open)
         if self.config is not None:
             # A trace is made of lists, and so is what experts outside of fast memory are chosen by.
             listed = self._patched.slot.tracer is not None or self._patched.residency is not None
@@ -117,7 +122,9 @@ class BlockPlanContext:
             assert self._patched.ep is not None
             self._patched.ep.idle_plan = self._plan
         self._plan = self._latest = None
-        self._open = False
+        if self._open is not None:
+            self._patched.slot.release(self._open)
+        self._open = None
 
     @contextmanager
     def block(
@@ -162,7 +169,7 @@ class BlockPlanContext:
 
         A forward that raises closes the block: the model is left without a plan, as before.
         """
-        if not self._open:
+        if self._open is None:
             raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
         self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN)
         if self._patched.ep is not None:
@@ -211,7 +218,7 @@ class BlockPlanContext:
             ValueError: the decode has no plan.
         """
         check_capture(self, self._patched, on_gpu=graph is None)
-        if self._open:
+        if self._open is not None:
             raise RuntimeError("capture: a block is open: call capture before begin_block")
         self._kept = {}
         return CapturedIterations(self, run, CudaGraph if graph is None else graph)
@@ -257,7 +264,7 @@ class BlockPlanContext:
             ids_BS: int64, the forward's token ids.
             valid_BS: bool, False for padding. Default: all True.
         """
-        if self._open:
+        if self._open is not None:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
         forward = DenseForward(self.counters, ids_BS.shape, valid_BS, cold=True, once=True)
@@ -272,6 +279,13 @@ class BlockPlanContext:
         """Before a decoder reads a forward's logits: did every row reach its experts?"""
         if self._patched.ep is not None and self._patched.ep.dispatcher.capacity is not None:
             self._patched.ep.dispatcher.check_capacity()
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        """Surround a whole decode: until its end, also between its blocks, the patch cannot change. Calls `finish`."""
+        with self._patched.slot.holding("a decode"):
+            yield
+            self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -418,6 +432,11 @@ class UntrackedContext:
     @contextmanager
     def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
         """See `BlockPlanContext.prefill`."""
+        yield
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        """See `BlockPlanContext.decode`."""
         yield
 
     def finish(self) -> None:

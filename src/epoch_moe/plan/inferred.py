@@ -241,6 +241,7 @@ class InferredPlans:
             self._local.thread = thread
         if thread.context is None or thread.context.config is not self.config:
             thread.context = BlockPlanContext(self._patched, self.config)
+            thread.context.holds = False  # its blocks outlive the decode that they were made for
             thread.context.counters = thread.counters
             if thread.tracker is not None:
                 thread.tracker.drop()

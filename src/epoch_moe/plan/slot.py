@@ -5,12 +5,15 @@ Shape suffixes: B sequences, S rows per sequence, T = B x S, R rows that exist, 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -87,10 +90,31 @@ class Tracer(Protocol):
         ...
 
 
-class PlanSlot:
-    """Where the MoE blocks of one patched model find the forward under way: one value per thread.
+@dataclass(eq=False)
+class Hold:
+    """Something that is under way on a patched model, and what would break if the patch changed meanwhile.
 
-    Copies and pickles come out empty: a forward under way belongs to the thread that runs it.
+    Attributes:
+        what: it is, in words.
+        thread: name of the thread that began it.
+        forward: that the MoE layers follow meanwhile; None once it was left.
+        frame: call that ends it, see `PlanSlot.bind`.
+        task: asyncio task that entered the forward; None: no task did.
+    """
+
+    what: str
+    thread: str = field(default_factory=lambda: threading.current_thread().name)
+    forward: ForwardPlan | DenseForward | None = None
+    frame: FrameType | None = None
+    task: asyncio.Task[Any] | None = None
+
+
+class PlanSlot:
+    """Where the MoE blocks of one patched model find the forward under way: one value per thread and asyncio task.
+
+    A forward may be left by another thread than the one that entered it (a web framework advances a generator on any
+    of its threads, and the garbage collector closes one in whichever thread it runs): leaving empties the forward's
+    own `Hold`, wherever it is looked at. Copies and pickles come out empty.
 
     Attributes:
         tracer: is told what every layer routes to and what the decoder thought of it; None = nobody listens.
@@ -99,34 +123,93 @@ class PlanSlot:
     tracer: Tracer | None = None
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = threading.local()  # not a ContextVar, which torch.compile cannot trace
+        self._holds: WeakSet[Hold] = WeakSet()  # weak: a block that nobody closed ends with its context
+        self._lock = threading.Lock()
+        self._closed = ""
 
     @property
     def active(self) -> ForwardPlan | DenseForward | None:
-        """This thread's forward, or None outside of one."""
-        frame = getattr(self._local, "frame", None)
-        if frame is not None and not _on_stack(frame):
-            self._local.active = self._local.frame = None
-        return getattr(self._local, "active", None)
+        """The forward under way in this thread or task, or None outside of one."""
+        hold = self._entered()
+        return None if hold is None or (hold.task is not None and hold.task is not _task()) else hold.forward
+
+    def _entered(self) -> Hold | None:
+        """What this thread entered and nobody has left."""
+        hold: Hold | None = getattr(self._local, "hold", None)
+        if hold is not None and hold.frame is not None and not _on_stack(hold.frame, sys._getframe(1)):
+            self.release(hold)
+        return None if hold is None or hold.forward is None else hold
 
     def bind(self, frame: FrameType) -> None:
         """End the active forward with the call ``frame``, whatever way it ends.
 
         For forwards that hooks open: behind a KeyboardInterrupt the hook that would close them does not run.
         """
-        self._local.frame = frame
+        hold = self._entered()
+        assert hold is not None
+        hold.frame = frame
 
     @contextmanager
     def activate(self, forward: ForwardPlan | DenseForward) -> Iterator[None]:
-        """Make ``forward`` this thread's forward; refuses to nest."""
-        if self.active is not None:
+        """Make ``forward`` this thread's forward; refuses to nest, also with another task of the thread."""
+        if self._entered() is not None:
             raise RuntimeError("a forward is already under way on this model in this thread: plans do not nest")
-        self._local.active = forward
-        try:
+        with self.holding("a forward") as hold:
+            hold.forward, hold.task = forward, _task()
+            self._local.hold = hold
             yield
+
+    def hold(self, what: str) -> Hold:
+        """Note that something is under way, until `release` or until nobody has the `Hold` any more.
+
+        Raises:
+            RuntimeError: the patch was undone.
+        """
+        hold = Hold(what)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{what} cannot begin: {self._closed}")
+            self._holds.add(hold)
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        """The end of what `hold` noted; the same from every thread, and when it was released before."""
+        hold.forward = hold.frame = hold.task = None
+        with self._lock:
+            self._holds.discard(hold)
+
+    @contextmanager
+    def holding(self, what: str) -> Iterator[Hold]:
+        """`hold` for the length of a ``with`` block."""
+        hold = self.hold(what)
+        try:
+            yield hold
         finally:
-            if getattr(self._local, "active", None) is forward:
-                self._local.active = self._local.frame = None
+            self.release(hold)
+
+    def check_idle(self, doing: str, *, close: str = "") -> None:
+        """Refuse what must not happen while anything is under way on the model, in any thread.
+
+        Args:
+            doing: what is about to happen, for the message.
+            close: why nothing can begin from here on; "": things can.
+
+        Raises:
+            RuntimeError: names what is under way, and in which thread.
+        """
+        with self._lock:
+            ended = [hold for hold in self._holds if hold.frame is not None and not _runs(hold.frame)]
+            for hold in ended:
+                self._holds.discard(hold)
+            busy = sorted({f"{hold.what} (thread {hold.thread!r})" for hold in self._holds})
+            if busy:
+                raise RuntimeError(f"{doing}: under way on this model: {', '.join(busy)}; end that first")
+            self._closed = close
+
+    def reopen(self) -> None:
+        """Take back what `check_idle` closed."""
+        self._closed = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
         return PlanSlot()
@@ -135,9 +218,20 @@ class PlanSlot:
         return PlanSlot, ()
 
 
-def _on_stack(frame: FrameType) -> bool:
-    """Whether a call of this thread is still running."""
-    current: FrameType | None = sys._getframe(1)
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+def _runs(frame: FrameType) -> bool:
+    """Whether a call is still running, in any thread."""
+    return any(_on_stack(frame, top) for top in sys._current_frames().values())
+
+
+def _on_stack(frame: FrameType, current: FrameType | None) -> bool:
+    """Whether a call is the one that ``current`` runs in, or one around it."""
     while current is not None and current is not frame:
         current = current.f_back
     return current is not None
