@@ -53,7 +53,7 @@ from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.routing import NO_EXPERT, Routing, combine_weights, select
 
@@ -73,7 +73,7 @@ class Plans:
             config, 1, batch=batch, window=BLOCK, prefix=0, prefix_constant=False, counters=Counters(1, [0])
         )
 
-    def step(self, forward: Forward) -> tuple[RowPlan, Routing]:
+    def step(self, forward: Forward) -> tuple[ListedRows, Routing]:
         """Fresh rows of the next forward, and their experts."""
         planned = self.plan.next_forward(
             forward.ids_BS, mask_id=MASK, valid_BS=None, lead=forward.lead, live_BN=None, changed_BN=None
@@ -131,7 +131,7 @@ class Count:
         self.per_pair, self.gathered, self.per_rank, self.lane = Moved(), Moved(), Moved(), Moved()
 
     def forward(
-        self, shape: Shape, dense: Routing, home_T: Tensor, rows: RowPlan, routing: Routing, of_T: Tensor
+        self, shape: Shape, dense: Routing, home_T: Tensor, rows: ListedRows, routing: Routing, of_T: Tensor
     ) -> None:
         """Add a forward's rows, as far as they are in ``of_T``."""
         experts, top_k, counts = shape.router.num_experts, shape.router.top_k, self.ranks * (self.ranks - 1)

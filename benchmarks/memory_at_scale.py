@@ -47,7 +47,7 @@ from epoch_moe.functional import moe_forward
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.routing import combine_weights, select
 
 MIB = 2**20
@@ -92,7 +92,7 @@ class Case:
     """One forward: what its rows are and where they go."""
 
     name: str
-    rows: RowPlan
+    rows: ListedRows
     ids_TK: Tensor
     weights_TK: Tensor
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from epoch_moe import EpochConfig, generate, load_model, patched
-from epoch_moe.plan.liveness import NO_TOKEN
+from epoch_moe.plan.rules import NO_TOKEN
 from epoch_moe.problems import generate_problems
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "engine_loop.py"

@@ -16,7 +16,7 @@ from torch import Tensor
 from epoch_moe import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.residency.demand import RowClass
 from epoch_moe.residency.trace import Trace, TraceRecorder
@@ -72,7 +72,7 @@ def _forward(
     plan.complete(planned)
 
 
-def _record(recorder: TraceRecorder, layer: int, planned: Any, rows: RowPlan, routing: Routing) -> None:
+def _record(recorder: TraceRecorder, layer: int, planned: Any, rows: ListedRows, routing: Routing) -> None:
     recorder.add_layer(layer, planned, rows, routing.ids_TK, routing.weights_TK)
 
 

@@ -24,8 +24,8 @@ from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
 from epoch_moe.freshlane.worklist import count_pairs
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
-from epoch_moe.plan.liveness import RowPlan
-from epoch_moe.plan.padded import PaddedRowPlan
+from epoch_moe.plan.packed import ListedRows
+from epoch_moe.plan.packed import PaddedRows
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.residency.experts import ResidentExperts
@@ -160,7 +160,7 @@ class EpochMoEBlock(nn.Module):
         x_RH, routing = self._route(x_TH, forward, step)
         self._trace(forward, step.rows, routing)
         assert step.state.cache_MH is not None
-        if isinstance(step.rows, PaddedRowPlan):
+        if isinstance(step.rows, PaddedRows):
             out_TH, counts_E = planned_lane(x_TH, step.rows, routing, self.weights.stacked, step.state.cache_MH)
             forward.counters.add_layer(self.index, step.rows.count, counts_E)
             return out_TH
@@ -174,7 +174,7 @@ class EpochMoEBlock(nn.Module):
         if self.spec.router.kind == "block_pool":
             # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
             scores = self._scores(x_TH)
-            pools_TE = sequence_pools(scores.selection_TE, self.spec.router, rows.batch, forward.states.valid_BS)
+            pools_TE = sequence_pools(scores.selection_TE, self.spec.router, forward.plan.batch, forward.valid_BS)
             pools_RE = pick(pools_TE, rows)
             scores = Scores(*(pick(t, rows) for t in (scores.logits_TE, scores.selection_TE, scores.combine_TE)))
         else:
@@ -197,13 +197,13 @@ class EpochMoEBlock(nn.Module):
     def _selection(
         self,
         scores: Scores,
-        rows: RowPlan | PaddedRowPlan,
+        rows: ListedRows | PaddedRows,
         config: EpochConfig,
         dtype: torch.dtype,
         pools_RE: Tensor | None,
     ) -> DeviceSelection | None:
         """Who chooses experts: the kernels for rows in their padded form, else torch."""
-        if isinstance(rows, RowPlan):
+        if isinstance(rows, ListedRows):
             return None
         return DeviceSelection(scores, self._gate()[1], self.spec.router, config, rows, dtype, pools_RE)
 
@@ -231,12 +231,12 @@ class EpochMoEBlock(nn.Module):
     def _trace(
         self,
         forward: ForwardPlan | DenseForward | None,
-        rows: RowPlan | PaddedRowPlan | Tensor | None,
+        rows: ListedRows | PaddedRows | Tensor | None,
         routing: Routing,
     ) -> None:
         """Tell who listens where the layer's rows go."""
         if self.slot.tracer is not None:
-            if isinstance(rows, PaddedRowPlan):
+            if isinstance(rows, PaddedRows):
                 raise RuntimeError("a trace was started within a block of backend='triton': start it between blocks")
             self.slot.tracer.add_layer(self.index, forward, rows, routing.ids_TK, routing.weights_TK)
 

@@ -162,9 +162,7 @@ def test_moved_rows_lose_their_state(model, prompts, monkeypatch, use_cache):
                 assert torch.equal(changed_BN[:, block].any(dim=1), changed_BN[:, block].all(dim=1))
             forward = original(self, ids_BS, **kwargs)
             if poison:
-                usable = forward.states.cached_BN & ~forward.states.live_BN & forward.states.valid_BS[:, forward.lead :]
-                if changed_BN is not None:
-                    usable &= ~changed_BN
+                usable = forward.masks.kept_T.view_as(forward.ids_BS)[:, forward.lead :]
                 for layer in self.layers:
                     if layer.cache_MH is not None:
                         layer.cache_MH[~usable.reshape(-1)] = float("nan")

@@ -118,10 +118,10 @@ def test_entries_that_hold_nothing_are_never_read(
 
     def poison(self: BlockPlan, forward: object) -> None:
         original(self, forward)  # type: ignore[arg-type]
-        assert self._stamps_BN is not None
+        assert self.stamps_M is not None
         for layer in self.layers:
             assert layer.cache_MH is not None
-            layer.cache_MH[self._stamps_BN.view(-1) < 0] = float("nan")
+            layer.cache_MH[self.stamps_M < 0] = float("nan")
 
     monkeypatch.setattr(BlockPlan, "complete", poison)
     again = generate_semi_autoregressive(model, list(PROMPTS), plan=config, **options)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from epoch_moe.freshlane.local import DenseShard, pick, restore
 from epoch_moe.freshlane.worklist import build_worklist, combine
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows, list_rows
+from epoch_moe.plan.rules import RowMasks, RowPlaces
 from epoch_moe.routing import NO_EXPERT
 
 CHECKED = settings(max_examples=50, deadline=None, derandomize=True)
@@ -65,34 +66,27 @@ def test_combine_weighs_valid_pairs_and_ignores_the_rest(case: tuple[Tensor, int
     torch.testing.assert_close(out_RH.float(), want_RH, rtol=tolerance, atol=tolerance)
 
 
-def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> RowPlan:
+def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> ListedRows:
     """A row plan from one word per row: fresh, store (fresh and cached), reuse, none."""
     window = seq_len - lead
 
-    def rows_of(*words: str) -> list[int]:
-        return [t for t, kind in enumerate(kinds) if kind in words]
+    def rows_of(*words: str) -> Tensor:
+        return torch.tensor([kind in words for kind in kinds])
 
-    def entries(rows: list[int]) -> Tensor:
-        return torch.tensor([t // seq_len * window + t % seq_len - lead for t in rows], dtype=torch.int64)
-
-    fresh = rows_of("fresh", "store")
-    return RowPlan(
-        batch=batch,
-        seq_len=seq_len,
-        fresh_R=torch.tensor(fresh, dtype=torch.int64),
-        restricted_R=torch.zeros(len(fresh), dtype=torch.bool),
-        joining_R=torch.zeros(len(fresh), dtype=torch.bool),
-        vote_R=torch.full((len(fresh),), batch * window),
-        block_len=window,
-        sequence_R=torch.tensor(fresh, dtype=torch.int64) // seq_len,
-        store_src=torch.tensor([fresh.index(t) for t in rows_of("store")], dtype=torch.int64),
-        store_dst=entries(rows_of("store")),
-        reuse_src=entries(rows_of("reuse")),
-        reuse_dst=torch.tensor(rows_of("reuse"), dtype=torch.int64),
-        num_rows=len(kinds) - len(rows_of("none")),
-        num_restricted=0,
-        num_voting=0,
+    no_T = torch.zeros(len(kinds), dtype=torch.bool)
+    masks = RowMasks(
+        valid_T=~rows_of("none"),
+        fresh_T=rows_of("fresh", "store"),
+        reuse_T=rows_of("reuse"),
+        stored_T=rows_of("store"),
+        kept_T=no_T,
+        restricted_T=no_T,
+        joining_T=no_T,
+        voting_T=no_T,
     )
+    group_T, slot_T = torch.arange(len(kinds)) // seq_len, torch.arange(len(kinds)) % seq_len - lead
+    entry_T = torch.where(slot_T >= 0, group_T * window + slot_T, batch * window)
+    return list_rows(masks, RowPlaces(batch, window, window, group_T, entry_T, entry_T))[0]
 
 
 @pytest.mark.parametrize("lead", [0, 3])

@@ -27,7 +27,7 @@ from epoch_moe.functional import (
     router_logits,
 )
 from epoch_moe.plan.context import BlockPlanContext
-from epoch_moe.plan.liveness import NO_TOKEN
+from epoch_moe.plan.rules import NO_TOKEN
 from epoch_moe.plan.slot import PlanSlot
 
 H, F_INNER, E, K, W = 16, 8, 16, 3, 6

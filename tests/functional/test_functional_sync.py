@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epoch_moe.functional.layer
 import epoch_moe.functional.moe
+import epoch_moe.plan.packed
 from epoch_moe.config import EpochConfig
 from epoch_moe.functional import (
     RouterSpec,
@@ -23,7 +24,6 @@ from epoch_moe.functional import (
     route,
     route_rows,
 )
-from epoch_moe.plan.rows import decide
 
 L, S, W, H, F_INNER, E, K = 2, 3, 4, 32, 16, 16, 4
 SPEC = RouterSpec(kind="sigmoid_group", num_experts=E, top_k=K, n_group=4, topk_group=2)
@@ -49,10 +49,9 @@ def test_a_warm_forward_waits_once(config: EpochConfig, monkeypatch: pytest.Monk
         slot_T = torch.arange(S).repeat_interleave(W)
         keys = RowKeys(slot_T, slot_T + 1, slot_T * 0, torch.arange(W).repeat(S))
         ids_T, live_T = torch.zeros(S * W, dtype=torch.long), torch.zeros(S * W, dtype=torch.bool)
-        decide(store, keys, ids_T, live_T, 0, live_T)
         with pytest.raises(DataDependentOutputException):
             fresh_rows(store, keys, ids_T, live_T)
-        monkeypatch.setattr(RowStore, "_read", staticmethod(lambda numbers: NUMBERS))
+        monkeypatch.setattr(epoch_moe.plan.packed, "read", lambda numbers: NUMBERS)
         views = expert_views(
             torch.zeros(E, 2 * F_INNER, H, dtype=torch.bfloat16), torch.zeros(E, H, F_INNER, dtype=torch.bfloat16)
         )

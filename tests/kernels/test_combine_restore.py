@@ -16,7 +16,8 @@ from epoch_moe.kernels.combine_restore_reference import (
     combine_restore_reference,
     restore_reference,
 )
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
+from epoch_moe.plan.rules import RowPlaces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -86,7 +87,7 @@ CASES = {
 }
 
 
-class InAnyOrder(RowPlan):
+class InAnyOrder(ListedRows):
     """Packed rows that are all of the forward's, but not in their order."""
 
     @property
@@ -103,9 +104,9 @@ def row_plan(this):
     store_src = torch.nonzero(this.store_R[: this.fresh] >= 0).flatten()
     none = fresh_R[:0]
     return InAnyOrder(
-        batch=1, seq_len=this.source_T.numel(), fresh_R=fresh_R, restricted_R=none, joining_R=none, vote_R=none,
-        sequence_R=none, store_src=store_src, store_dst=this.store_R[store_src],
-        reuse_src=-(this.source_T[reuse_dst] + 2), reuse_dst=reuse_dst, block_len=0, num_rows=this.source_T.numel(),
+        places=RowPlaces(1, this.source_T.numel(), 0, none, this.source_T, none), fresh_R=fresh_R, restricted_R=none,
+        joining_R=none, vote_R=none, group_R=none, entry_R=none, store_src=store_src, store_dst=this.store_R[store_src],
+        reuse_src=-(this.source_T[reuse_dst] + 2), reuse_dst=reuse_dst, num_rows=this.source_T.numel(),
         num_restricted=0, num_voting=0,
     )  # fmt: skip
 

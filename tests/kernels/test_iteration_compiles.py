@@ -9,8 +9,8 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.weights import Stacked
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.kernels.compaction import compact
-from epoch_moe.plan.liveness import classify, decide_rows
-from epoch_moe.plan.padded import pad_rows
+from epoch_moe.plan.packed import pad_rows
+from epoch_moe.plan.rules import RowClasses, RowPlaces, cached_rows, decide_rows
 from epoch_moe.plan.support import SupportState, route_fresh
 from epoch_moe.routing import RouterSpec, router_scores
 
@@ -23,9 +23,12 @@ def layer(
     short_B: Tensor, cache_MH: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Row decision, routing with the supports' watch, worklist, experts, combine and restore."""
-    states = classify(ids_BS, stamps_BS, 0, 0, 0, False, False, 9, None, None, None)
-    decision = decide_rows(states, refresh=False, cold=False, lead=0, prefix=0, future=0, restrict_new=False)
-    rows = pad_rows(decision, compact)
+    ids_T, row_T = ids_BS.view(-1), torch.arange(BATCH * SEQ)
+    yes_T, live_T = row_T >= 0, ids_T == 9
+    cached_T = cached_rows(stamps_BS.view(-1), ids_T, None)
+    classes = RowClasses(yes_T, yes_T, live_T, ~yes_T, cached_T, yes_T, ~yes_T, ~yes_T, ~yes_T, ~yes_T)
+    masks = decide_rows(classes, restrict_new=False)
+    rows = pad_rows(masks, RowPlaces(BATCH, SEQ, SEQ, row_T // SEQ, row_T, row_T), compact)
     config = EpochConfig(coverage=0.7)
     scores = router_scores(x_TH.index_select(0, rows.fresh_R) @ gate_EH.T, None, SPEC)
     state = SupportState(fixed=True, support_GE=support_BE, short_G=short_B)

@@ -20,7 +20,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
-from epoch_moe.plan.liveness import NO_TOKEN
+from epoch_moe.plan.rules import NO_TOKEN
 
 MASK_ID = 125
 
@@ -167,7 +167,7 @@ def dense(model: LLaDA2MoeModelLM, decode: Decode) -> list[Tensor]:
 
 def plant_nan(plan: BlockPlan, number: int) -> None:
     """Overwrite every cache entry that holds nothing."""
-    assert plan._stamps_BN is not None
+    assert plan.stamps_M is not None
     for layer in plan.layers:
         assert layer.cache_MH is not None
-        layer.cache_MH[plan._stamps_BN.view(-1) == NO_TOKEN] = float("nan")
+        layer.cache_MH[plan.stamps_M == NO_TOKEN] = float("nan")

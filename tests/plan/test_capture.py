@@ -18,7 +18,7 @@ import epoch_moe.models.decoder
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.capture import CapturedIterations
 from epoch_moe.plan.context import BlockPlanContext
-from epoch_moe.plan.liveness import NO_TOKEN
+from epoch_moe.plan.rules import NO_TOKEN
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
@@ -82,11 +82,11 @@ def decode(config: EpochConfig, capture: bool, capacity: int | None) -> tuple[li
                     with context.iteration(inputs.ids_BS, **masks):  # type: ignore[arg-type]
                         hidden.append(run(inputs.ids_BS))
                 plan = context.open_plan()
-                assert plan._stamps_BN is not None
-                stamps.append(plan._stamps_BN.clone())
+                assert plan.stamps_M is not None
+                stamps.append(plan.stamps_M.clone())
                 for layer in plan.layers:  # what holds nothing may hold anything
                     assert layer.cache_MH is not None
-                    layer.cache_MH.masked_fill_((plan._stamps_BN == NO_TOKEN).view(-1, 1), float("nan"))
+                    layer.cache_MH.masked_fill_((plan.stamps_M == NO_TOKEN).view(-1, 1), float("nan"))
     work = (context.counters.read().as_dict(), context.counters.history)
     return hidden, stamps, work, 0 if captured is None else captured.replays
 

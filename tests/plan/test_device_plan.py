@@ -16,7 +16,7 @@ from epoch_moe.decoding.parts import loop_of
 from epoch_moe.experts.grouped import pick_backend
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
-from epoch_moe.plan.padded import PaddedRowPlan
+from epoch_moe.plan.packed import PaddedRows
 
 CONFIGS = {
     "default": EpochConfig(),
@@ -144,7 +144,7 @@ def test_too_many_fresh_rows_are_an_error_where_tokens_are_read(monkeypatch: pyt
                 with context.iteration(inputs.ids_BS, mask_id=125, capacity=capacity):
                     inputs.run(model)
                     rows = context._patched.slot.active.rows  # type: ignore[union-attr]
-                    assert isinstance(rows, PaddedRowPlan)
+                    assert isinstance(rows, PaddedRows)
 
     run(16)
     with pytest.raises(RuntimeError, match="fresh rows more than its capacity"):

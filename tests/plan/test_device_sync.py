@@ -76,7 +76,7 @@ def test_a_sync_would_be_noticed(place: str, monkeypatch: pytest.MonkeyPatch) ->
         pad_rows = epoch_moe.plan.block_plan.pad_rows
 
         def counting(decision: object, *args: object) -> object:
-            decision.fresh_BS.sum().item()  # type: ignore[attr-defined]
+            decision.fresh_T.sum().item()  # type: ignore[attr-defined]
             return pad_rows(decision, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(epoch_moe.plan.block_plan, "pad_rows", counting)

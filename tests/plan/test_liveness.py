@@ -15,7 +15,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.local import pick, restore
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 
 CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -65,7 +65,7 @@ def decodes(draw: st.DrawFn) -> tuple[Oracle, list[Forward]]:
     return oracle, forwards
 
 
-def plan_of(plan: BlockPlan, forward: Forward) -> tuple[RowPlan, object]:
+def plan_of(plan: BlockPlan, forward: Forward) -> tuple[ListedRows, object]:
     step = plan.next_forward(
         torch.tensor(forward.ids),
         mask_id=MASK,
@@ -74,7 +74,7 @@ def plan_of(plan: BlockPlan, forward: Forward) -> tuple[RowPlan, object]:
         live_BN=None,
         changed_BN=None,
     )
-    assert isinstance(step.rows, RowPlan)
+    assert isinstance(step.rows, ListedRows)
     return step.rows, step
 
 
@@ -98,7 +98,7 @@ def test_row_plans_equal_the_oracle(decode: tuple[Oracle, list[Forward]]) -> Non
         assert places(rows.fresh_R[rows.store_src]) == want.stored
         if oracle.number > 1:  # the cold pass compiles the support, nothing joins it
             assert places(rows.fresh_R[rows.joining_R]) == want.joining
-        voting_R = rows.vote_R < oracle.batch * rows.block_len
+        voting_R = rows.vote_R < oracle.batch * rows.places.block_len
         assert places(rows.fresh_R[voting_R]) == want.voting and rows.num_voting == len(want.voting)
         # Places in the cache and in the voting grid belong to the same rows.
         assert {(b, n + forward.lead) for b, n in places(rows.store_dst, window)} == want.stored
@@ -106,9 +106,9 @@ def test_row_plans_equal_the_oracle(decode: tuple[Oracle, list[Forward]]) -> Non
             divmod(i, seq_len) for i in rows.reuse_dst.tolist()
         ]
         first = forward.lead + oracle.prefix
-        votes = [divmod(i, rows.block_len) for i in rows.vote_R[voting_R].tolist()]
+        votes = [divmod(i, rows.places.block_len) for i in rows.vote_R[voting_R].tolist()]
         assert [(b, w + first) for b, w in votes] == [divmod(i, seq_len) for i in rows.fresh_R[voting_R].tolist()]
-        assert rows.sequence_R.tolist() == (rows.fresh_R // seq_len).tolist()
+        assert rows.group_R.tolist() == (rows.fresh_R // seq_len).tolist()
         assert rows.num_rows == sum(map(sum, forward.valid))
         assert rows.num_restricted == len(want.restricted)
         assert rows.all_fresh == (len(want.fresh) == oracle.batch * seq_len)
@@ -153,7 +153,7 @@ def simple_plan(**changes: object) -> BlockPlan:
     }))
 
 
-def step(plan: BlockPlan, ids: list[int], **masks: Tensor | None) -> RowPlan:
+def step(plan: BlockPlan, ids: list[int], **masks: Tensor | None) -> ListedRows:
     arguments: dict[str, object] = {"mask_id": MASK, "valid_BS": None, "lead": 0, "live_BN": None, "changed_BN": None}
     forward = plan.next_forward(torch.tensor([ids]), **(arguments | masks))  # type: ignore[arg-type]
     plan.complete(forward)
@@ -260,7 +260,7 @@ def test_tokens_that_may_be_edited_are_live_but_route_freely(restrict_new: bool,
             got["fresh"].add(cell)
             got["restricted"] |= {cell} if rows.restricted_R[place] else set()
             got["joining"] |= {cell} if rows.joining_R[place] else set()
-            got["voting"] |= {cell} if rows.vote_R[place] < rows.batch * rows.block_len else set()
+            got["voting"] |= {cell} if rows.vote_R[place] < rows.places.groups * rows.places.block_len else set()
             got["stored"] |= {cell} if place in rows.store_src.tolist() else set()
         want = {name: set() for name in got}
         for b in range(batch):
@@ -279,7 +279,7 @@ def test_tokens_that_may_be_edited_are_live_but_route_freely(restrict_new: bool,
                     want["voting"].add((b, n))
                 if number > 0 and (undecoded or restrict_new):
                     want["restricted"].add((b, n))
-                elif not undecoded:
+                elif number > 0 and not undecoded:
                     want["joining"].add((b, n))
         assert got == want
         held = {cell for cell in held if valid[cell[0], cell[1]] and not live[cell[0], cell[1]]}

@@ -10,8 +10,8 @@ from test_liveness import CHECKED, decodes, open_plan
 from torch import Tensor
 
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
-from epoch_moe.plan.liveness import NO_TOKEN, RowPlan
-from epoch_moe.plan.padded import PaddedRowPlan
+from epoch_moe.plan.packed import ListedRows, PaddedRows
+from epoch_moe.plan.rules import NO_TOKEN
 
 
 def compact(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,14 +59,16 @@ def test_padded_rows_equal_the_lists(decode: tuple[Oracle, list[Forward]]) -> No
     for number, forward in enumerate(forwards):
         ours, theirs = step_of(padded, forward), step_of(listed, forward)
         rows, lists = ours.rows, theirs.rows
-        assert isinstance(rows, PaddedRowPlan) and isinstance(lists, RowPlan)
+        assert isinstance(rows, PaddedRows) and isinstance(lists, ListedRows)
         fresh, total = lists.num_fresh, lists.total
         assert rows.capacity == rows.total == total and rows.count.tolist() == [fresh]
-        for name in ("fresh_R", "restricted_R", "joining_R", "vote_R", "sequence_R", "place_R"):
+        for name in ("fresh_R", "restricted_R", "joining_R", "vote_R", "group_R", "entry_R"):
             assert torch.equal(getattr(rows, name)[:fresh], getattr(lists, name)), name
         # Padding does nothing.
         assert not rows.restricted_R[fresh:].any() and not rows.joining_R[fresh:].any()
-        assert (rows.vote_R[fresh:] == rows.batch * rows.block_len).all() and (rows.place_R[fresh:] == total).all()
+        places = rows.places
+        assert (rows.vote_R[fresh:] == places.groups * places.block_len).all()
+        assert (rows.entry_R[fresh:] == places.entries).all()
         assert (rows.fresh_R[fresh:] == 0).all() and (rows.store_R[fresh:] == -1).all()
         # Where outputs come from and where they are kept.
         source_T = torch.full((total,), -1)
@@ -77,12 +79,12 @@ def test_padded_rows_equal_the_lists(decode: tuple[Oracle, list[Forward]]) -> No
         store_R[lists.store_src] = lists.store_dst
         assert torch.equal(rows.store_R, store_R)
         assert (int(rows.num_rows), int(rows.num_voting)) == (lists.num_rows, lists.num_voting)
-        address = None if padded._stamps_BN is None else padded._stamps_BN.data_ptr()
+        address = None if padded.stamps_M is None else padded.stamps_M.data_ptr()
         padded.complete(ours)
         listed.complete(theirs)
-        assert padded._stamps_BN is not None and listed._stamps_BN is not None
-        assert torch.equal(padded._stamps_BN, listed._stamps_BN), number
-        assert padded._stamps_BN.data_ptr() == address
+        assert padded.stamps_M is not None and listed.stamps_M is not None
+        assert torch.equal(padded.stamps_M, listed.stamps_M), number
+        assert padded.stamps_M.data_ptr() == address
 
 
 @CHECKED
@@ -94,7 +96,7 @@ def test_rows_beyond_the_capacity_show_and_are_not_kept(decode: tuple[Oracle, li
     for forward in forwards:
         ours, theirs = step_of(padded, forward, capacity), step_of(listed, forward)
         rows, lists = ours.rows, theirs.rows
-        assert isinstance(rows, PaddedRowPlan) and isinstance(lists, RowPlan)
+        assert isinstance(rows, PaddedRows) and isinstance(lists, ListedRows)
         # The first forward and refreshes compute everything, whatever the bucket.
         held = rows.total if ours.cold or ours.refresh else min(capacity, rows.total)
         assert rows.capacity == held and rows.count.tolist() == [lists.num_fresh]
@@ -102,10 +104,10 @@ def test_rows_beyond_the_capacity_show_and_are_not_kept(decode: tuple[Oracle, li
         assert torch.equal(rows.fresh_R[:kept], lists.fresh_R[:kept])
         assert (rows.source_T[lists.fresh_R[kept:]] == -1).all()
         padded.complete(ours)
-        stamps_BN = padded._stamps_BN
-        assert stamps_BN is not None
+        stamps_M = padded.stamps_M
+        assert stamps_M is not None
         if kept < lists.num_fresh:
-            for b, s in (divmod(t, lists.seq_len) for t in lists.fresh_R[kept:].tolist()):
-                assert s < forward.lead or stamps_BN[b, s - forward.lead] == NO_TOKEN
+            lost_R = lists.entry_R[kept:]
+            assert (stamps_M[lost_R[lost_R < stamps_M.shape[0]]] == NO_TOKEN).all()
             break
         listed.complete(theirs)

@@ -16,7 +16,8 @@ from epoch_moe.experts.weights import Stacked
 from epoch_moe.freshlane.local import pick, restore
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
+from epoch_moe.plan.rules import RowPlaces
 from epoch_moe.plan.support import SupportState, route_fresh
 from epoch_moe.routing import RouterSpec, router_logits, router_scores
 
@@ -36,19 +37,18 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
     def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    rows = RowPlan(
-        batch=BATCH,
-        seq_len=SEQ,
+    rows = ListedRows(
+        places=RowPlaces(BATCH, SEQ, SEQ, ids(BATCH * SEQ), ids(BATCH * SEQ), ids(BATCH * SEQ)),
         fresh_R=ids(FRESH),
         restricted_R=flags(FRESH),
         joining_R=flags(FRESH),
         vote_R=ids(FRESH),
-        sequence_R=ids(FRESH),
+        group_R=ids(FRESH),
+        entry_R=ids(FRESH),
         store_src=ids(5),
         store_dst=ids(5),
         reuse_src=ids(6),
         reuse_dst=ids(6),
-        block_len=SEQ,
         num_rows=BATCH * SEQ,
         num_restricted=5,
         num_voting=5,

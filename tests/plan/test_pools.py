@@ -62,7 +62,7 @@ def test_fresh_rows_are_exact_given_their_inputs(interval: int | None, monkeypat
 
     def spy(self: EpochMoEBlock, x_TH: Tensor, forward: object, step: object, *rest: object) -> Tensor:
         out_TH = original(self, x_TH, forward, step, *rest)  # type: ignore[arg-type]
-        want_TH, _ = self._dense(x_TH.view(step.rows.batch, -1, x_TH.shape[1]), None)  # type: ignore[attr-defined]
+        want_TH, _ = self._dense(x_TH.view(step.rows.places.groups, -1, x_TH.shape[1]), None)  # type: ignore[attr-defined]
         fresh_R = step.rows.fresh_R  # type: ignore[attr-defined]
         checked.append(fresh_R.numel())
         assert relative_error(out_TH[fresh_R], want_TH[fresh_R]) < 1e-5

@@ -14,7 +14,7 @@ import epoch_moe.block
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.support import SupportState, route_fresh
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, select
 
@@ -22,7 +22,7 @@ from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, select
 @dataclass
 class Routed:
     scores: Scores
-    rows: RowPlan
+    rows: ListedRows
     routing: Routing
     support_GE: Tensor
     before_GE: Tensor | None
@@ -37,7 +37,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Routed]:
     log: list[Routed] = []
 
     def spy(
-        scores: Scores, spec: RouterSpec, rows: RowPlan, state: SupportState, config: EpochConfig, **kwargs: object
+        scores: Scores, spec: RouterSpec, rows: ListedRows, state: SupportState, config: EpochConfig, **kwargs: object
     ) -> Routing:
         before, rebuild = state.support_GE, state.rebuild_G
         routing = route_fresh(scores, spec, rows, state, config, **kwargs)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_restricted_rows_stay_inside_and_others_are_free(
                 assert ids == natural
                 continue
             restricted += 1
-            group = int(call.rows.sequence_R[r]) if scope == "sequence" else 0
+            group = int(call.rows.group_R[r]) if scope == "sequence" else 0
             inside = set(call.support_GE[group].nonzero().flatten().tolist())
             outside += len(set(natural) - inside)
             assert set(ids) - {NO_EXPERT} <= inside
@@ -110,7 +110,7 @@ def test_experts_of_new_rows_join_the_support(routed: list[Routed]) -> None:
         assert call.before_GE is not None
         want_GE = call.before_GE.clone()
         for r in call.rows.joining_R.nonzero().flatten().tolist():
-            want_GE[call.rows.sequence_R[r], call.routing.ids_TK[r]] = True
+            want_GE[call.rows.group_R[r], call.routing.ids_TK[r]] = True
         assert torch.equal(call.support_GE, want_GE)
         grown += int((want_GE != call.before_GE).sum())
     assert grown > 0
@@ -173,7 +173,7 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
             assert (call.support_GE[0] | ~support_GE[0]).all()
     for call in by_forward[3]:  # and then it is restricted again
         assert call.rebuild_G is None and call.short_G is not None and not call.short_G.any()
-        used = call.rows.restricted_R & (call.rows.sequence_R == 0)
+        used = call.rows.restricted_R & (call.rows.group_R == 0)
         ids_RK = call.routing.ids_TK[used]
         assert used.any() and not call.support_GE[0].all()
         assert call.support_GE[0][ids_RK[ids_RK != NO_EXPERT]].all()

@@ -29,7 +29,7 @@ from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, pr
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
-from epoch_moe.plan.liveness import true_places
+from epoch_moe.plan.packed import true_places
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig

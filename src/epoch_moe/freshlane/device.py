@@ -17,7 +17,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.device import device_worklist, pair_outputs
 from epoch_moe.experts.grouped import pick_backend
 from epoch_moe.experts.views import Experts
-from epoch_moe.plan.padded import Compact, PaddedRowPlan
+from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.support import Chosen
 from epoch_moe.routing import RouterSpec, Routing, Scores
 
@@ -57,7 +57,7 @@ class DeviceSelection:
         bias_E: Tensor | None,
         spec: RouterSpec,
         config: EpochConfig,
-        rows: PaddedRowPlan,
+        rows: PaddedRows,
         dtype: torch.dtype,
         pools_RE: Tensor | None = None,
     ):
@@ -96,7 +96,7 @@ class DeviceSelection:
 
 
 def planned_lane(
-    x_TH: Tensor, rows: PaddedRowPlan, routing: Routing, stacked: Experts, cache_MH: Tensor
+    x_TH: Tensor, rows: PaddedRows, routing: Routing, stacked: Experts, cache_MH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Experts of the packed rows, and the dense shard ``[T,H]``; writes the cache.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epoch_moe.plan.liveness import PackedRows, RowPlan
+from epoch_moe.plan.packed import ListedRows, PackedRows
 
 
 def pick(x_TH: Tensor, rows: PackedRows) -> Tensor:
@@ -27,7 +27,7 @@ class DenseShard:
         out_TH: what is written; None: new memory, taken by the first half.
     """
 
-    def __init__(self, rows: RowPlan, cache_MH: Tensor, out_TH: Tensor | None = None):
+    def __init__(self, rows: ListedRows, cache_MH: Tensor, out_TH: Tensor | None = None):
         self.rows, self.cache_MH, self.out_TH = rows, cache_MH, out_TH
         self._copied = False
 
@@ -61,6 +61,6 @@ class DenseShard:
         return out_TH
 
 
-def restore(y_RH: Tensor, rows: RowPlan, cache_MH: Tensor, out_TH: Tensor | None = None) -> Tensor:
+def restore(y_RH: Tensor, rows: ListedRows, cache_MH: Tensor, out_TH: Tensor | None = None) -> Tensor:
     """Both halves of a `DenseShard` at once: ``[T,H]``, written to ``out_TH`` if given; writes the cache."""
     return DenseShard(rows, cache_MH, out_TH).finish(y_RH)

@@ -19,7 +19,8 @@ from epoch_moe.functional.capability import router_spec, supports
 from epoch_moe.functional.layer import fresh_rows, restore_rows, route_rows
 from epoch_moe.functional.moe import moe_forward
 from epoch_moe.plan.atlas import compile_support
-from epoch_moe.plan.rows import NO_SLOT, NO_STATE, FreshRows, RowKeys, RowMasks, RowStore
+from epoch_moe.plan.keyed import NO_SLOT, NO_STATE, FreshRows, RowKeys, RowStore
+from epoch_moe.plan.rules import RowMasks
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, route, router_logits
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epoch_moe.freshlane.local import restore
 from epoch_moe.functional.moe import share_memory
-from epoch_moe.plan.rows import FreshRows, RowKeys, RowStore
+from epoch_moe.plan.keyed import FreshRows, RowKeys, RowStore
 from epoch_moe.plan.support import route_fresh, uses_support
 from epoch_moe.routing import NO_EXPERT, Routing, router_scores
 

@@ -1,19 +1,24 @@
 """One block's state: supports and caches of all layers, token stamps, and the steps that layers take through it.
 
-Shape suffixes: B sequences, S rows per sequence in a forward, N window rows, T = B x S, H hidden, M = B x N.
+A forward's rows are the *lead* (C rows of each sequence whose K/V this forward writes for good: prompt blocks, or the
+block that has just been finished) followed by the *window* (N rows with state). On a full window without K/V cache the
+earlier blocks lie in the window before the current one, as *prefix* rows; on a fixed canvas the later ones lie behind
+it, as *future* rows.
+
+Shape suffixes: B sequences, C lead rows, N window rows, S = C + N rows per sequence, T = B x S, H hidden, M = B x N.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, RowStates, classify, decide_rows, plan_rows
-from epoch_moe.plan.padded import Compact, PaddedRowPlan, pad_rows
+from epoch_moe.plan.packed import Compact, ListedRows, PaddedRows, list_rows, pad_rows
+from epoch_moe.plan.rules import NO_TOKEN, RowClasses, RowMasks, RowPlaces, cached_rows, decide_rows, stamps_after
 from epoch_moe.plan.support import SupportState
 
 
@@ -40,12 +45,12 @@ class LayerStep:
     """One layer's part in one forward.
 
     Attributes:
-        rows: what happens to each row; `PaddedRowPlan` where the plan is kept on the device.
+        rows: what happens to each row; `PaddedRows` where the plan is kept on the device.
         state: the layer's state.
         cold: the layer compiles its support in this step and reuses nothing.
     """
 
-    rows: RowPlan | PaddedRowPlan
+    rows: ListedRows | PaddedRows
     state: LayerState
     cold: bool
 
@@ -72,9 +77,9 @@ class BlockPlan:
         future: how many lie behind it (later blocks of a fixed canvas).
         prefix_constant: prefix rows cannot change within the block.
         counters: where work is counted.
-        compact: packs rows on the device. With it no forward of the block waits for the device, rows have their padded
-            form (`epoch_moe.plan.padded`), and all state is updated in place, at addresses that do not change. None:
-            rows are lists, at the price of host syncs once per forward.
+        compact: packs rows on the device. With it no forward of the block waits for the device, rows are `PaddedRows`,
+            and all state is updated in place, at addresses that do not change. None: rows are `ListedRows`, at the
+            price of one host sync per forward.
     """
 
     def __init__(
@@ -98,15 +103,21 @@ class BlockPlan:
         self.layers = [LayerState(SupportState(fixed=compact is not None)) for _ in range(num_layers)]
         self.forwards = 0
         self.moves = 0
-        self._stamps_BN: Tensor | None = None
+        self._stamps_M1: Tensor | None = None  # one entry more than there are: rows without state read and write there
+        self._places: dict[int, tuple[RowPlaces, RowClasses]] = {}
         self._missing: Tensor | None = None
+
+    @property
+    def stamps_M(self) -> Tensor | None:
+        """int64, the token that each cache entry was computed for, `NO_TOKEN` for none; None before a first forward."""
+        return None if self._stamps_M1 is None else self._stamps_M1[:-1]
 
     def restart(self) -> None:
         """Begin another block of the same shape in the same memory."""
         self.forwards = 0
         for layer in self.layers:
             layer.last_forward = layer.entered = -1
-        for state, value in ((self._stamps_BN, NO_TOKEN), (self._missing, 0)):
+        for state, value in ((self._stamps_M1, NO_TOKEN), (self._missing, 0)):
             if state is not None:
                 state.fill_(value)
 
@@ -147,60 +158,101 @@ class BlockPlan:
         changed_BN: Tensor | None,
         capacity: int | None = None,
     ) -> ForwardPlan:
-        """Decide what the next forward does with its rows (see `epoch_moe.plan.liveness`).
+        """Decide what the next forward does with its rows (see `epoch_moe.plan.rules`).
 
         ``capacity``: of the padded form, for a forward that is neither cold nor a refresh; see `pad_rows`.
         """
         # A copy: a caller that commits tokens into the same tensor must not change what the stamps will say.
         ids_BS = ids_BS.to(torch.int64, copy=True)
-        if self._stamps_BN is None:
-            self._stamps_BN = torch.full((self.batch, self.window), NO_TOKEN, device=ids_BS.device)
-        states = classify(
-            ids_BS,
-            self._stamps_BN,
-            lead,
-            self.prefix,
-            self.future,
-            self.prefix_constant,
-            self.config.future_rows == "dormant",
-            mask_id,
-            valid_BS,
-            live_BN,
-            changed_BN,
-        )
-        if self.compact is None:
-            self._read_shortfalls()
-        forward = ForwardPlan(self, ids_BS, states, lead, self.forwards, capacity)
-        if isinstance(forward.rows, PaddedRowPlan) and forward.rows.capacity < forward.rows.total:
+        if self._stamps_M1 is None:
+            self._stamps_M1 = torch.full((self.batch * self.window + 1,), NO_TOKEN, device=ids_BS.device)
+        places, classes = self._geometry(lead, ids_BS.device)
+        stamp_T = self._stamps_M1[places.entry_T]
+        classes = self._classify(classes, ids_BS, stamp_T, lead, mask_id, valid_BS, live_BN, changed_BN)
+        forward = ForwardPlan(self, ids_BS, places, classes, stamp_T, self.forwards, capacity)
+        if isinstance(forward.rows, PaddedRows) and forward.rows.capacity < forward.rows.total:
             missing = forward.rows.count - forward.rows.capacity
             if self._missing is None:
                 self._missing = torch.zeros_like(missing)
             torch.maximum(self._missing, missing, out=self._missing)
         return forward
 
-    def _read_shortfalls(self) -> None:
-        """Have the layers whose support fell short in the last forward compile it anew (one sync for all layers)."""
-        by_device: dict[torch.device, list[SupportState]] = {}
-        for layer in self.layers:
-            layer.support.rebuild_G = None
-            if layer.support.short_G is not None:
-                by_device.setdefault(layer.support.short_G.device, []).append(layer.support)
-        for supports in by_device.values():
-            short_LG = torch.stack([s.short_G for s in supports if s.short_G is not None])
-            for support, flags in zip(supports, short_LG.tolist(), strict=True):
-                if any(flags):
-                    support.rebuild_G = support.short_G
-                support.short_G = None
+    def _geometry(self, lead: int, device: torch.device) -> tuple[RowPlaces, RowClasses]:
+        """Where the rows of forwards with so many lead rows belong, and what follows from it about their classes."""
+        if lead not in self._places:
+            batch, window, block = self.batch, self.window, self.window - self.prefix - self.future
+            slot_S = torch.arange(lead + window, device=device) - lead
+            group_T = torch.arange(batch, device=device).repeat_interleave(lead + window)
+            slot_T = slot_S.repeat(batch)
+            state_T, before_T, behind_T = slot_T >= 0, slot_T < self.prefix, slot_T >= self.prefix + block
+            block_T = state_T & ~before_T & ~behind_T
+            vote_T = torch.where(block_T, group_T * block + slot_T - self.prefix, batch * block)
+            entry_T = torch.where(state_T, group_T * window + slot_T, batch * window)
+            no_T = torch.zeros_like(state_T)
+            classes = RowClasses(
+                valid_T=~no_T,
+                state_T=state_T,
+                live_T=no_T,
+                edited_T=no_T,
+                cached_T=no_T,
+                block_T=block_T,
+                constant_T=state_T & before_T if self.prefix_constant else no_T,
+                awake_T=behind_T if self.config.future_rows == "fresh" else no_T,
+                cold_T=no_T,
+                full_T=no_T,
+            )
+            self._places[lead] = RowPlaces(batch, window, block, group_T, entry_T, vote_T), classes
+        return self._places[lead]
+
+    def _classify(
+        self,
+        classes: RowClasses,
+        ids_BS: Tensor,
+        stamp_T: Tensor,
+        lead: int,
+        mask_id: int | None,
+        valid_BS: Tensor | None,
+        live_BN: Tensor | None,
+        changed_BN: Tensor | None,
+    ) -> RowClasses:
+        """The classes of a forward's rows, from token ids, or from masks where the decoder knows better.
+
+        Args:
+            classes: what their places say.
+            stamp_T: the token that each row's cache entry was computed for.
+            mask_id: id of undecoded positions; needed unless ``live_BN`` is given. Without it every live row counts as
+                undecoded.
+            valid_BS: default: all rows.
+            live_BN: overrides "MASK in the current block".
+            changed_BN: rows whose cache entry must not be used, whatever its stamp says.
+        """
+        ids_T = ids_BS.view(-1)
+        valid_T = classes.valid_T if valid_BS is None else valid_BS.reshape(-1)
+
+        def whole(mask_BN: Tensor) -> Tensor:
+            """A window mask as a mask over the forward's rows."""
+            return torch.nn.functional.pad(mask_BN, (lead, 0), value=False).reshape(-1)
+
+        if live_BN is None:
+            assert mask_id is not None
+            live_T = ids_T.eq(mask_id) & classes.block_T
+        else:
+            live_T = whole(live_BN)
+        live_T = live_T & valid_T
+        return replace(
+            classes,
+            valid_T=valid_T,
+            live_T=live_T,
+            edited_T=classes.edited_T if mask_id is None else live_T & ids_T.ne(mask_id),
+            cached_T=cached_rows(stamp_T, ids_T, None if changed_BN is None else whole(changed_BN)),
+        )
 
     def complete(self, forward: ForwardPlan) -> None:
         """Record the tokens that the caches now hold outputs for; called after a forward that did not fail."""
-        assert self._stamps_BN is not None
-        states, lead = forward.states, forward.lead
-        # An entry that this forward could not have used (edited, masked again, live, declared changed, of a row that
-        # was not there) is lost for good: the row may come back with its old token.
-        kept_BN = states.cached_BN & ~states.live_BN & ~states.awake_BN & states.valid_BS[:, lead:]
-        stamps_BN = self._stamps_BN.masked_fill(~kept_BN, NO_TOKEN)
-        self._stamps_BN.copy_(torch.where(forward.stored_BS[:, lead:], forward.ids_BS[:, lead:], stamps_BN))
+        assert self._stamps_M1 is not None
+        masks, ids_T = forward.masks, forward.ids_BS.view(-1)
+        self._stamps_M1.index_copy_(0, forward.places.entry_T, stamps_after(masks, forward.stamp_T, ids_T))
+        self._stamps_M1[-1:].fill_(NO_TOKEN)
         self.forwards += 1
 
 
@@ -211,37 +263,64 @@ class ForwardPlan:
         self,
         plan: BlockPlan,
         ids_BS: Tensor,
-        states: RowStates,
-        lead: int,
+        places: RowPlaces,
+        classes: RowClasses,
+        stamp_T: Tensor,
         number: int,
         capacity: int | None = None,
     ):
-        self.plan, self.ids_BS, self.states, self.lead, self.number = plan, ids_BS, states, lead, number
+        self.plan, self.ids_BS, self.number = plan, ids_BS, number
+        self.places, self.classes, self.stamp_T = places, classes, stamp_T
         self.cold, self.refresh = number == 0, plan.is_refresh
         self.wants_router = False
-        self.rows, self.stored_BS = self._plan(self.cold, self.refresh, capacity)
+        self.masks = self._decide(self.cold, self.refresh)
+        self.rows: ListedRows | PaddedRows
+        if plan.compact is None:
+            self.rows = self._list()
+        else:
+            self.rows = pad_rows(self.masks, places, plan.compact, None if self.cold or self.refresh else capacity)
+            # A row that found no place is not computed.
+            self.masks = replace(self.masks, stored_T=self.masks.stored_T & (self.rows.source_T >= 0))
         self._full_rows = self.rows if self.cold else None
 
-    def _plan(
-        self, cold: bool, refresh: bool, capacity: int | None = None
-    ) -> tuple[RowPlan | PaddedRowPlan, Tensor]:
-        """The row plan, and which rows' outputs it keeps: bool ``[B,S]``."""
-        decision = decide_rows(
-            self.states,
-            cold=cold,
-            refresh=refresh,
-            lead=self.lead,
-            prefix=self.plan.prefix,
-            future=self.plan.future,
-            restrict_new=self.plan.config.restrict_new,
-        )
-        if self.plan.compact is None:
-            return plan_rows(decision), decision.stored_BS
-        if cold or refresh:
-            capacity = None
-        rows = pad_rows(decision, self.plan.compact, capacity)
-        # A row that found no place is not computed.
-        return rows, decision.stored_BS & (rows.source_T >= 0).view_as(decision.stored_BS)
+    def _decide(self, cold: bool, refresh: bool) -> RowMasks:
+        no_T = self.classes.cold_T
+        cold_T, full_T = (~no_T if flag else no_T for flag in (cold, cold or refresh))
+        classes = replace(self.classes, cold_T=cold_T, full_T=full_T)
+        return decide_rows(classes, restrict_new=self.config.restrict_new)
+
+    def _list(self) -> ListedRows:
+        """The rows as lists. The wait for them also tells which supports fell short in the last forward."""
+        supports = [layer.support for layer in self.plan.layers]
+        watched = [(support, support.short_G) for support in supports if support.short_G is not None]
+        rows, flags = list_rows(self.masks, self.places, *(short_G.to(self.ids_BS.device) for _, short_G in watched))
+        for support in supports:
+            support.rebuild_G = support.short_G = None
+        for support, short_G in watched:
+            own, flags = flags[: len(short_G)], flags[len(short_G) :]
+            if any(own):
+                support.rebuild_G = short_G
+        return rows
+
+    def _all_rows(self) -> ListedRows | PaddedRows:
+        """Every row fresh, for layers that left the plan."""
+        if self._full_rows is None:
+            masks = self._decide(cold=True, refresh=True)
+            compact = self.plan.compact
+            self._full_rows = (
+                list_rows(masks, self.places)[0] if compact is None else pad_rows(masks, self.places, compact)
+            )
+        return self._full_rows
+
+    @property
+    def lead(self) -> int:
+        """C."""
+        return self.ids_BS.shape[1] - self.plan.window
+
+    @property
+    def valid_BS(self) -> Tensor:
+        """Bool, the rows that exist."""
+        return self.classes.valid_T.view_as(self.ids_BS)
 
     @property
     def config(self) -> EpochConfig:
@@ -264,13 +343,13 @@ class ForwardPlan:
         return {
             "forward": self.number,
             "rows": rows.num_rows,
-            "fresh": rows.num_fresh if isinstance(rows, RowPlan) else rows.count,
+            "fresh": rows.num_fresh if isinstance(rows, ListedRows) else rows.count,
             "live": rows.num_voting,
         }
 
     def valid_of(self, x_BSH: Tensor) -> Tensor | None:
         """The rows ``[B,S]`` that exist, where they fit a layer's input, else None."""
-        return self.states.valid_BS if x_BSH.shape[:2] == self.ids_BS.shape else None
+        return self.valid_BS if x_BSH.shape[:2] == self.ids_BS.shape else None
 
     def enter(self, layer: int, x_BSH: Tensor) -> LayerStep | None:
         """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason)."""
@@ -298,9 +377,7 @@ class ForwardPlan:
         if not self.cold and (not fits or state.last_forward != self.number - 1):
             # This layer missed a forward (or changed dtype or device): its cache no longer matches the stamps.
             self.counters.fallbacks["version"] += 1
-            if self._full_rows is None:
-                self._full_rows, _ = self._plan(cold=True, refresh=True)
-            rows, cold = self._full_rows, True
+            rows, cold = self._all_rows(), True
         if not fits:
             state.cache_MH = x_BSH.new_empty(cache_shape)
             self.plan.moves += 1

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 
 
 class DenseForward:
@@ -71,7 +71,7 @@ class Tracer(Protocol):
         self,
         layer: int,
         forward: ForwardPlan | DenseForward | None,
-        rows: RowPlan | Tensor | None,
+        rows: ListedRows | Tensor | None,
         ids_RK: Tensor,
         weights_RK: Tensor,
     ) -> None:

@@ -1,7 +1,7 @@
 """Routing of fresh rows under a block plan: ATLAS supports, the miss policy, and the coverage watch.
 
-Shape suffixes: B sequences, S rows per sequence, R fresh rows, E experts, K top-k, W rows of the current block,
-G supports (B, or 1 for ``support_scope="batch"``).
+Shape suffixes: R fresh rows, E experts, K top-k, W rows of the current block, G supports: one per group of the rows
+(see `epoch_moe.plan.rules`), or 1 for ``support_scope="batch"``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import PackedRows, RowPlan, true_places
+from epoch_moe.plan.packed import ListedRows, PackedRows, true_places
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
 
 
@@ -192,7 +192,7 @@ def route_fresh(
 
 def _group_of(rows: PackedRows, config: EpochConfig) -> Tensor:
     """Which support each fresh row uses: ``[R]``."""
-    return rows.sequence_R if config.support_scope == "sequence" else torch.zeros_like(rows.sequence_R)
+    return rows.group_R if config.support_scope == "sequence" else torch.zeros_like(rows.group_R)
 
 
 def _compile(
@@ -204,10 +204,10 @@ def _compile(
     shared: SharedSupport | None = None,
 ) -> Tensor:
     """Supports ``[G,E]`` from this forward's voting rows; those outside ``only_G`` come out without meaning."""
-    num_experts, places = scores.selection_TE.shape[1], rows.batch * rows.block_len
+    num_experts, places = scores.selection_TE.shape[1], rows.places.groups * rows.places.block_len
     device = scores.selection_TE.device
     if shared is not None:
-        assert isinstance(rows, RowPlan)
+        assert isinstance(rows, ListedRows)
         voting = true_places(rows.vote_R < places, rows.num_voting)
         selection, weights, votes = shared.gather(scores.selection_TE[voting], scores.combine_TE[voting])
     else:
@@ -219,7 +219,7 @@ def _compile(
         # Rows of supports that nobody asked for do not vote: filling their deficits would take rounds for nothing.
         asked_R = torch.ones_like(rows.restricted_R) if only_G is None else only_G[_group_of(rows, config)]
         votes = torch.zeros(places + 1, dtype=torch.bool, device=device).index_copy_(0, rows.vote_R, asked_R)[:places]
-    groups = rows.batch if config.support_scope == "sequence" else 1
+    groups = rows.places.groups if config.support_scope == "sequence" else 1
     return by.compile(
         selection.reshape(groups, -1, num_experts),
         weights.reshape(groups, -1, num_experts),
@@ -296,9 +296,8 @@ def _weight(scores: Scores, ids_RK: Tensor) -> Tensor:
 
 def _per_group(value_R: Tensor, rows: PackedRows, config: EpochConfig) -> Tensor:
     """Sum over the rows of each support: ``[G]``. Through a dense grid, so that the order of the sum is fixed."""
-    places = rows.batch * rows.seq_len
-    # Behind the grid lies one more place, for rows that belong to no support: padding, and some of keyed plans.
-    grid = torch.zeros(places + 1, device=value_R.device, dtype=value_R.dtype)
-    grid.index_copy_(0, rows.place_R, value_R)
-    sums_B = grid[:places].view(rows.batch, rows.seq_len).sum(dim=1)
-    return sums_B if config.support_scope == "sequence" else sums_B.sum(dim=0, keepdim=True)
+    # Behind the grid lies one more place, for rows without state: no support speaks for them.
+    grid = torch.zeros(rows.places.entries + 1, device=value_R.device, dtype=value_R.dtype)
+    grid.index_copy_(0, rows.entry_R, value_R)
+    sums_G = grid[:-1].view(rows.places.groups, rows.places.width).sum(dim=1)
+    return sums_G if config.support_scope == "sequence" else sums_G.sum(dim=0, keepdim=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.slot import DenseForward
 
 
@@ -108,28 +108,26 @@ class Demand:
         return slot_R.masked_fill((self.row_R < 0) | (position_R < self.lead), -1)
 
 
-def classes_of(forward: ForwardPlan, rows: RowPlan) -> Tensor:
+def classes_of(forward: ForwardPlan, rows: ListedRows) -> Tensor:
     """``[R]`` int8 `RowClass` of the fresh rows of a forward under a plan, on the plan's device.
 
     Args:
         forward: the forward.
         rows: what a layer does in it (`LayerStep.rows`): a layer that fell back has more fresh rows than the others.
     """
-    states, lead = forward.states, forward.lead
+    classes = forward.classes
 
-    def fresh(mask_BN: Tensor) -> Tensor:
-        mask_BS = torch.zeros_like(states.valid_BS)
-        mask_BS[:, lead:] = mask_BN
-        return mask_BS.view(-1)[rows.fresh_R]
+    def fresh(mask_T: Tensor) -> Tensor:
+        return mask_T[rows.fresh_R]
 
     # Later cases win. A decoded row of a block's first forward may have been decoded long ago (a prompt's last tokens).
     class_R = torch.full_like(rows.fresh_R, RowClass.COMMIT, dtype=torch.int8)
-    kept_BN = torch.ones_like(states.live_BN) & ~states.constant_BN
-    class_R[fresh(kept_BN)] = RowClass.STABLE
+    kept_T = classes.state_T & ~classes.constant_T
+    class_R[fresh(kept_T)] = RowClass.STABLE
     if not forward.cold:
-        class_R[fresh(kept_BN & ~states.cached_BN)] = RowClass.NEW
-    class_R[fresh(states.awake_BN)] = RowClass.OTHER
-    class_R[fresh(states.live_BN)] = RowClass.LIVE
+        class_R[fresh(kept_T & ~classes.cached_T)] = RowClass.NEW
+    class_R[fresh(classes.awake_T)] = RowClass.OTHER
+    class_R[fresh(classes.live_T)] = RowClass.LIVE
     return class_R
 
 
@@ -152,9 +150,7 @@ def dense_classes_of(forward: DenseForward, num_rows: int) -> Tensor:
 
 def live_rows(forward: ForwardPlan) -> Tensor:
     """``[T]`` bool, on the host: the rows of a forward that are live; its lead rows are not."""
-    live_BS = torch.zeros_like(forward.states.valid_BS)
-    live_BS[:, forward.lead :] = forward.states.live_BN
-    return live_BS.reshape(-1).cpu()
+    return forward.classes.live_T.cpu()
 
 
 def forwards_to_refresh(forward: ForwardPlan) -> int | None:
@@ -165,7 +161,7 @@ def forwards_to_refresh(forward: ForwardPlan) -> int | None:
 
 def planned_demand(
     forward: ForwardPlan,
-    rows: RowPlan,
+    rows: ListedRows,
     layer: int,
     number: int,
     ids_RK: Tensor,
@@ -192,7 +188,7 @@ def planned_demand(
         class_R=classes_of(forward, rows).cpu() if class_R is None else class_R,
         to_refresh=forwards_to_refresh(forward),
         num_experts=num_experts,
-        seq_len=rows.seq_len,
+        seq_len=forward.ids_BS.shape[1],
         lead=forward.lead,
     )
 

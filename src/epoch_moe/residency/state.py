@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.residency.arrivals import Arrivals, Buffer, Job, Reader
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.residency.costs import Costs, measure_costs
@@ -160,7 +160,7 @@ class Residency:
             return dense_demand(*common, row_R=torch.full((num_rows,), -1), cold=cold)
         if isinstance(forward, ForwardPlan):
             # A layer that fell back has more fresh rows than the others, or all.
-            plans = [rows for rows in (forward.rows, forward._full_rows) if isinstance(rows, RowPlan)]
+            plans = [rows for rows in (forward.rows, forward._full_rows) if isinstance(rows, ListedRows)]
             rows = next((rows for rows in plans if rows.num_fresh == num_rows), None)
             if rows is None:
                 return dense_demand(*common, cold=forward.cold)

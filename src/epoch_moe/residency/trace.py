@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.liveness import RowPlan
+from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.slot import DenseForward
 from epoch_moe.residency.demand import (
     Demand,
@@ -248,7 +248,7 @@ class TraceRecorder:
         self,
         layer: int,
         forward: ForwardPlan | DenseForward | None,
-        rows: RowPlan | Tensor | None,
+        rows: ListedRows | Tensor | None,
         ids_RK: Tensor,
         weights_RK: Tensor,
     ) -> None:
@@ -261,7 +261,7 @@ class TraceRecorder:
             self._cold, self._shape = ids_RK.shape != self._shape, tuple(ids_RK.shape)
         self._layer = layer
         common = (layer, len(trace.forwards) - 1, ids_RK.detach(), weights_RK.detach(), trace.num_experts)
-        if isinstance(forward, ForwardPlan) and isinstance(rows, RowPlan):
+        if isinstance(forward, ForwardPlan) and isinstance(rows, ListedRows):
             key = id(rows)
             if key not in self._classes:
                 self._classes[key] = classes_of(forward, rows).cpu()

@@ -9,8 +9,8 @@ so nothing of another request or block is ever read.
 Shape suffixes: T rows of the forward, S slots, W window rows per slot, M = S x W cache entries, L MoE layers,
 E experts, R fresh rows, H hidden.
 
-All memory is allocated once, at addresses that never change. `decide` works on masks alone; `RowStore.fresh_rows` adds
-the one host sync of a forward, which turns them into index lists of known length.
+All memory is allocated once, at addresses that never change. The rules are those of `epoch_moe.plan.rules`;
+`RowStore.fresh_rows` adds the one host sync of a forward, which turns masks into index lists of known length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.liveness import NO_TOKEN, RowPlan, true_places
+from epoch_moe.plan.packed import ListedRows, list_rows
+from epoch_moe.plan.rules import NO_TOKEN, RowClasses, RowMasks, RowPlaces, cached_rows, decide_rows
 from epoch_moe.plan.support import SupportState, uses_support
 from epoch_moe.routing import RouterSpec
 
@@ -52,34 +53,17 @@ class RowKeys:
 
 
 @dataclass(frozen=True)
-class RowMasks:
-    """What happens to each of T rows, and which slots take part, without a look at any value.
+class Slots:
+    """Keys and clocks of the slots, as of one forward.
 
     Attributes:
-        valid_T: not padding.
-        fresh_T: goes through the routed experts.
-        reuse_T: takes its cached output.
-        stored_T: fresh, and its output is cached.
-        kept_T: its present cache entry stays usable.
-        restricted_T: fresh, and selects inside its slot's support.
-        joining_T: fresh, and its experts join the support.
-        vote_T: a live row that holds no token; supports are compiled from these.
-        entry_T: int64, its cache entry; M where it has none.
-        active_S: slots with state that have rows here.
-        cold_S: those of them that are in the first forward of their block.
-        generation_S, block_S, forwards_S: int64, key and forward count of each slot, as of this forward.
+        active_S: bool, slots with state that have rows here.
+        cold_S: bool, those of them that are in the first forward of their block.
+        generation_S, block_S: int64, the key.
+        forwards_S: int64, finished forwards of the block.
         trouble: bool ``[5]``, see `_TROUBLE`.
     """
 
-    valid_T: Tensor
-    fresh_T: Tensor
-    reuse_T: Tensor
-    stored_T: Tensor
-    kept_T: Tensor
-    restricted_T: Tensor
-    joining_T: Tensor
-    vote_T: Tensor
-    entry_T: Tensor
     active_S: Tensor
     cold_S: Tensor
     generation_S: Tensor
@@ -89,42 +73,21 @@ class RowMasks:
 
 
 @dataclass(frozen=True)
-class KeyedRowPlan(RowPlan):
-    """A `RowPlan` over a keyed batch: its B is the number of slots, its S the window.
-
-    Attributes:
-        num_rows_total: T.
-        entry_R: int64, cache entry of each fresh row; M where it has none.
-    """
-
-    num_rows_total: int
-    entry_R: Tensor
-
-    @property
-    def total(self) -> int:
-        """T."""
-        return self.num_rows_total
-
-    @property
-    def place_R(self) -> Tensor:
-        """Places of the fresh rows in the grid of slots and window positions."""
-        return self.entry_R
-
-
-@dataclass(frozen=True)
 class FreshRows:
     """One forward's decision, the same for all layers.
 
     Attributes:
         rows: index lists (`fresh_R`: the rows to compute) and host counts.
         masks: the same as masks.
+        slots: which slots take part, and at which forward of their block.
         ids_T: int64, the tokens that outputs of this forward belong to.
         rebuild_L: per layer, bool ``[S]``: slots that compile their support in this forward; None where none does.
         number: of the forward, counted by the store.
     """
 
-    rows: KeyedRowPlan
+    rows: ListedRows
     masks: RowMasks
+    slots: Slots
     ids_T: Tensor
     rebuild_L: tuple[Tensor | None, ...]
     number: int
@@ -259,65 +222,95 @@ class RowStore:
         """
         self._check(keys, ids_T, live_T, changed_T)
         ids_T = ids_T.to(torch.int64, copy=True)
-        masks = decide(self, keys, ids_T, live_T, mask_id, changed_T)
-        rebuild_LS = masks.cold_S | (self._short_LS & masks.active_S)
-        lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.vote_T)
-        counts = torch.stack([mask.sum() for mask in lists])
-        numbers = self._read(torch.cat((counts, masks.trouble.long(), rebuild_LS.any(dim=1).long())))
-        valid, fresh, reuse, stored, restricted, votes = numbers[: len(lists)]
-        self._refuse(numbers[len(lists) :][: len(_TROUBLE)])
-        rebuilds = numbers[len(lists) + len(_TROUBLE) :]
-
-        fresh_R = true_places(masks.fresh_T, fresh)
-        entry_R = masks.entry_T[fresh_R]
-        reuse_dst = true_places(masks.reuse_T, reuse)
-        store_src = true_places(masks.stored_T[fresh_R], stored)
-        rows = KeyedRowPlan(
-            batch=self.max_slots,
-            seq_len=self.window,
-            fresh_R=fresh_R,
-            restricted_R=masks.restricted_T[fresh_R],
-            joining_R=masks.joining_T[fresh_R],
-            vote_R=torch.where(masks.vote_T[fresh_R], entry_R, self.max_slots * self.window),
-            sequence_R=keys.slot_T[fresh_R],
-            store_src=store_src,
-            store_dst=entry_R[store_src],
-            reuse_src=masks.entry_T[reuse_dst],
-            reuse_dst=reuse_dst,
-            block_len=self.window,
-            num_rows=valid,
-            num_restricted=restricted,
-            num_voting=votes,
-            num_rows_total=ids_T.shape[0],
-            entry_R=entry_R,
-        )
-        self._adopt(masks, ids_T)
+        slots, classes, places = self._classify(keys, ids_T, live_T, mask_id, changed_T)
+        masks = decide_rows(classes, restrict_new=self.config.restrict_new)
+        rebuild_LS = slots.cold_S | (self._short_LS & slots.active_S)
+        rows, flags = list_rows(masks, places, slots.trouble, rebuild_LS.any(dim=1))
+        self._refuse(flags[: len(_TROUBLE)])
+        self._adopt(masks, slots, places, ids_T)
         planned = uses_support(self.router, self.config)
         rebuild_L = tuple(
-            mask if planned and any_slot else None for mask, any_slot in zip(rebuild_LS, rebuilds, strict=True)
+            mask if planned and any_slot else None
+            for mask, any_slot in zip(rebuild_LS, flags[len(_TROUBLE) :], strict=True)
         )
         self._number += 1
         self._restored = set()
-        self._open = FreshRows(rows, masks, ids_T, rebuild_L, self._number)
+        self._open = FreshRows(rows, masks, slots, ids_T, rebuild_L, self._number)
         return self._open
 
-    @staticmethod
-    def _read(numbers: Tensor) -> list[int]:
-        """The one host sync of a forward."""
-        return numbers.tolist()
+    def _classify(
+        self, keys: RowKeys, ids_T: Tensor, live_T: Tensor, mask_id: int | None, changed_T: Tensor | None
+    ) -> tuple[Slots, RowClasses, RowPlaces]:
+        """Clocks of the slots, and classes and places of the rows, from keys and tokens; no value is read on the host.
 
-    def _adopt(self, masks: RowMasks, ids_T: Tensor) -> None:
+        Each slot has its own cold pass and its own refresh.
+        """
+        num_slots, window, interval = self.max_slots, self.window, self.config.refresh_interval
+        nowhere = num_slots * window
+        valid_T = keys.slot_T != NO_SLOT
+        inside_T = (keys.slot_T >= 0) & (keys.slot_T < num_slots)
+        placed_T = (keys.position_T >= 0) & (keys.position_T < window)
+        state_T = inside_T & placed_T
+        # Rows without state are sent to a slot and an entry behind the last ones.
+        slot_T = torch.where(state_T, keys.slot_T, num_slots)
+        entry_T = torch.where(state_T, keys.slot_T * window + keys.position_T, nowhere)
+
+        def per_slot(values_T: Tensor, fill: Tensor) -> Tensor:
+            return torch.cat((fill, fill[:1])).index_put((slot_T,), values_T)[:-1]
+
+        active_S = per_slot(state_T, torch.zeros_like(self._generation_S, dtype=torch.bool))
+        generation_S = per_slot(keys.generation_T, self._generation_S)
+        block_S = per_slot(keys.block_T, self._block_S)
+        reset_S = active_S & ((generation_S != self._generation_S) | (block_S != self._block_S))
+        forwards_S = self._forwards_S.masked_fill(reset_S, 0)
+        cold_S = active_S & (forwards_S == 0)
+        full_S = cold_S if interval is None else active_S & (forwards_S % interval == 0)
+
+        def of_slot(flags_S: Tensor) -> Tensor:
+            return torch.cat((flags_S, torch.zeros_like(flags_S[:1])))[slot_T]
+
+        own_T = torch.stack((generation_S, block_S))
+        own_T = torch.cat((own_T, own_T[:, :1]), dim=1)[:, slot_T]
+        given_T = torch.stack((keys.generation_T, keys.block_T))
+        uses = torch.zeros(nowhere + 1, dtype=torch.int64, device=ids_T.device).scatter_add_(0, entry_T, state_T.long())
+        trouble = torch.stack(
+            (
+                (valid_T & ~inside_T).any(),
+                (inside_T & ~placed_T & (keys.position_T != NO_STATE)).any(),
+                (uses[:-1] > 1).any(),
+                (state_T & (own_T != given_T).any(dim=0)).any(),
+                (state_T & (given_T < 0).any(dim=0)).any(),
+            )
+        )
+        live_T = live_T & state_T
+        no_T = torch.zeros_like(state_T)
+        classes = RowClasses(
+            valid_T=valid_T,
+            state_T=state_T,
+            live_T=live_T,
+            edited_T=no_T if mask_id is None else live_T & (ids_T != mask_id),
+            cached_T=cached_rows(self._stamps[entry_T], ids_T, changed_T) & ~of_slot(reset_S),
+            block_T=state_T,
+            constant_T=no_T,
+            awake_T=no_T,
+            cold_T=of_slot(cold_S),
+            full_T=of_slot(full_S),
+        )
+        places = RowPlaces(num_slots, window, window, keys.slot_T, entry_T, entry_T)
+        return Slots(active_S, cold_S, generation_S, block_S, forwards_S, trouble), classes, places
+
+    def _adopt(self, masks: RowMasks, slots: Slots, places: RowPlaces, ids_T: Tensor) -> None:
         """Take over the keys of this forward, and void the entries that it could not use."""
         active_M1 = torch.zeros_like(self._voided)
-        active_M1[:-1] = masks.active_S.repeat_interleave(self.window, output_size=active_M1.shape[0] - 1)
+        active_M1[:-1] = slots.active_S.repeat_interleave(self.window, output_size=active_M1.shape[0] - 1)
         self._stamps.masked_fill_(active_M1, NO_TOKEN)
         nowhere = self._stamps.shape[0] - 1
-        self._stamps[masks.entry_T.masked_fill(~masks.kept_T, nowhere)] = ids_T
+        self._stamps[places.entry_T.masked_fill(~masks.kept_T, nowhere)] = ids_T
         # `x[i] = number` would copy the number from the host, and wait for that.
         self._stamps[nowhere:].fill_(NO_TOKEN)
-        self._generation_S.copy_(masks.generation_S)
-        self._block_S.copy_(masks.block_S)
-        self._forwards_S.copy_(masks.forwards_S)
+        self._generation_S.copy_(slots.generation_S)
+        self._block_S.copy_(slots.block_S)
+        self._forwards_S.copy_(slots.forwards_S)
         self._voided.zero_()
 
     def complete(self, fresh: FreshRows) -> None:
@@ -337,7 +330,7 @@ class RowStore:
         rows = fresh.rows
         tokens = fresh.ids_T[rows.fresh_R[rows.store_src]]
         self._stamps[rows.store_dst] = tokens.masked_fill(self._voided[rows.store_dst], NO_TOKEN)
-        self._forwards_S += fresh.masks.active_S
+        self._forwards_S += fresh.slots.active_S
         self.counters.add_forward(rows.num_rows)
         self._open = None
 
@@ -389,8 +382,8 @@ class RowStore:
         """Write back what routing made of the supports; slots without rows here keep theirs."""
         assert state.support_GE is not None
         self.support_LSE[layer].copy_(state.support_GE)
-        short_S = torch.zeros_like(fresh.masks.active_S) if state.short_G is None else state.short_G
-        self._short_LS[layer].copy_(torch.where(fresh.masks.active_S, short_S, self._short_LS[layer]))
+        short_S = torch.zeros_like(fresh.slots.active_S) if state.short_G is None else state.short_G
+        self._short_LS[layer].copy_(torch.where(fresh.slots.active_S, short_S, self._short_LS[layer]))
 
     def mark_restored(self, layer: int) -> None:
         """Note that the layer's cache reflects the forward under way."""
@@ -415,81 +408,3 @@ class RowStore:
         for flag, message in zip(flags, _TROUBLE, strict=True):
             if flag:
                 raise ValueError(f"keys: {message.format(slots=self.max_slots - 1, window=self.window - 1)}")
-
-
-def decide(
-    store: RowStore, keys: RowKeys, ids_T: Tensor, live_T: Tensor, mask_id: int | None, changed_T: Tensor | None
-) -> RowMasks:
-    """What happens to each row, from keys, tokens and the store's state; reads no value on the host.
-
-    The rules are those of `epoch_moe.plan.liveness`, per slot: each slot has its own cold pass and its own refresh.
-    """
-    slots, window, interval = store.max_slots, store.window, store.config.refresh_interval
-    nowhere = slots * window
-    valid_T = keys.slot_T != NO_SLOT
-    inside_T = (keys.slot_T >= 0) & (keys.slot_T < slots)
-    placed_T = (keys.position_T >= 0) & (keys.position_T < window)
-    state_T = inside_T & placed_T
-    # Rows without state are sent to a slot and an entry behind the last ones.
-    slot_T = torch.where(state_T, keys.slot_T, slots)
-    entry_T = torch.where(state_T, keys.slot_T * window + keys.position_T, nowhere)
-
-    def per_slot(values_T: Tensor, fill: Tensor) -> Tensor:
-        return torch.cat((fill, fill[:1])).index_put((slot_T,), values_T)[:-1]
-
-    active_S = per_slot(state_T, torch.zeros_like(store._generation_S, dtype=torch.bool))
-    generation_S = per_slot(keys.generation_T, store._generation_S)
-    block_S = per_slot(keys.block_T, store._block_S)
-    reset_S = active_S & ((generation_S != store._generation_S) | (block_S != store._block_S))
-    forwards_S = store._forwards_S.masked_fill(reset_S, 0)
-    cold_S = active_S & (forwards_S == 0)
-    full_S = cold_S if interval is None else active_S & (forwards_S % interval == 0)
-
-    def of_slot(flags_S: Tensor) -> Tensor:
-        return torch.cat((flags_S, torch.zeros_like(flags_S[:1])))[slot_T]
-
-    stamp_T = store._stamps[entry_T]
-    live_T = live_T & state_T
-    cached_T = state_T & (stamp_T == ids_T) & (stamp_T != NO_TOKEN) & ~of_slot(reset_S)
-    if changed_T is not None:
-        cached_T = cached_T & ~changed_T
-    kept_T = cached_T & ~live_T
-    reuse_T = kept_T & ~of_slot(full_S)
-    fresh_T = valid_T & ~reuse_T
-    stored_T = fresh_T & state_T & ~live_T
-    warm_T = state_T & ~of_slot(cold_S)
-    # Supports are compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
-    edited_T = torch.zeros_like(live_T) if mask_id is None else live_T & (ids_T != mask_id)
-    undecoded_T = live_T & ~edited_T
-    restricted_T = fresh_T & warm_T & (state_T if store.config.restrict_new else undecoded_T)
-
-    own_T = torch.stack((generation_S, block_S))
-    own_T = torch.cat((own_T, own_T[:, :1]), dim=1)[:, slot_T]
-    given_T = torch.stack((keys.generation_T, keys.block_T))
-    uses = torch.zeros(nowhere + 1, dtype=torch.int64, device=ids_T.device).scatter_add_(0, entry_T, state_T.long())
-    trouble = torch.stack(
-        (
-            (valid_T & ~inside_T).any(),
-            (inside_T & ~placed_T & (keys.position_T != NO_STATE)).any(),
-            (uses[:-1] > 1).any(),
-            (state_T & (own_T != given_T).any(dim=0)).any(),
-            (state_T & (given_T < 0).any(dim=0)).any(),
-        )
-    )
-    return RowMasks(
-        valid_T=valid_T,
-        fresh_T=fresh_T,
-        reuse_T=reuse_T,
-        stored_T=stored_T,
-        kept_T=kept_T,
-        restricted_T=restricted_T,
-        joining_T=(stored_T & ~cached_T | edited_T) & warm_T & ~restricted_T,
-        vote_T=undecoded_T,
-        entry_T=entry_T,
-        active_S=active_S,
-        cold_S=cold_S,
-        generation_S=generation_S,
-        block_S=block_S,
-        forwards_S=forwards_S,
-        trouble=trouble,
-    )
