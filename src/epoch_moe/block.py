@@ -24,8 +24,7 @@ from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
 from epoch_moe.freshlane.worklist import count_pairs
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
-from epoch_moe.plan.packed import ListedRows
-from epoch_moe.plan.packed import PaddedRows
+from epoch_moe.plan.packed import ListedRows, PaddedRows
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
 from epoch_moe.residency.experts import ResidentExperts

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lsp_oracle import MASK, Forward, Oracle
-from test_liveness import CHECKED, decodes, open_plan
+from test_rules import CHECKED, decodes, open_plan
 from torch import Tensor
 
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan

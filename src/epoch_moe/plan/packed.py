@@ -122,7 +122,7 @@ class PaddedRows(PackedRows):
         return self.fresh_R.shape[0]
 
 
-def listtrue_places(masks: RowMasks, places: RowPlaces, *flags: Tensor) -> tuple[ListedRows, list[int]]:
+def list_rows(masks: RowMasks, places: RowPlaces, *flags: Tensor) -> tuple[ListedRows, list[int]]:
     """The rows of a forward as lists, by one host sync, and what else the caller wants to know in it.
 
     Args:
@@ -164,7 +164,7 @@ def read(numbers: Tensor) -> list[int]:
     return numbers.tolist()
 
 
-def padtrue_places(masks: RowMasks, places: RowPlaces, compact: Compact, capacity: int | None = None) -> PaddedRows:
+def pad_rows(masks: RowMasks, places: RowPlaces, compact: Compact, capacity: int | None = None) -> PaddedRows:
     """The rows of a forward in a capacity; reads no value on the host.
 
     Args:
