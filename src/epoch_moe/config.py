@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from epoch_moe.checks import ArgumentError, choice, flag, real, whole
 from epoch_moe.experts.grouped import BACKENDS, Backend
 
 OnMiss = Literal["reselect", "drop", "expand"]
@@ -51,32 +52,22 @@ class EpochConfig:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"EpochConfig.{name}={getattr(self, name)!r}: expected {expected}")
+        def own(name: str) -> tuple[str, Any]:
+            return f"EpochConfig.{name}", getattr(self, name)
 
-        def share(value: Any) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= 1.0
-
-        check("coverage", self.coverage is None or share(self.coverage), "None (all experts) or a share in (0, 1]")
-        check(
-            "coverage_floor",
-            self.coverage_floor is None
-            or ((self.coverage_floor == 0.0 or share(self.coverage_floor))
-            and (self.coverage is None or self.coverage_floor <= self.coverage)),
-            f"None or a share in [0, coverage={self.coverage}]",
-        )
-        check("candidate_factor", _is_int(self.candidate_factor) and self.candidate_factor >= 1, "an integer >= 1")
-        check("on_miss", self.on_miss in ("reselect", "drop", "expand"), "'reselect', 'drop' or 'expand'")
-        check("restrict_new", isinstance(self.restrict_new, bool), "True or False")
-        check("support_scope", self.support_scope in ("sequence", "batch"), "'sequence' or 'batch'")
-        check(
-            "refresh_interval",
-            self.refresh_interval is None or (_is_int(self.refresh_interval) and self.refresh_interval >= 1),
-            "None (never) or an integer >= 1",
-        )
-        check("future_rows", self.future_rows in ("fresh", "dormant"), "'fresh' or 'dormant'")
-        check("backend", self.backend in BACKENDS, " or ".join(map(repr, BACKENDS)))
+        most = 1.0
+        if self.coverage is not None:
+            most = real(*own("coverage"), "None (all experts) or a share in (0, 1]", most=1.0, above=True)
+        if self.coverage_floor is not None:
+            real(*own("coverage_floor"), f"None or a share in [0, coverage={self.coverage}]", most=most)
+        whole(*own("candidate_factor"), "times top-k experts", least=1)
+        choice(*own("on_miss"), ("reselect", "drop", "expand"))
+        flag(*own("restrict_new"))
+        choice(*own("support_scope"), ("sequence", "batch"))
+        if self.refresh_interval is not None:
+            whole(*own("refresh_interval"), "a number of forwards, or None: never", least=1)
+        choice(*own("future_rows"), ("fresh", "dormant"))
+        choice(*own("backend"), BACKENDS)
 
     @classmethod
     def exact(cls, **changes: Any) -> EpochConfig:
@@ -103,8 +94,8 @@ class EpochConfig:
             if changes:
                 raise ValueError(f"preset 'dense' has no plan to change: got {changes}")
             return None
-        if name not in makers:
-            raise ValueError(f"preset {name!r}: expected one of 'dense', {', '.join(map(repr, makers))}")
+        if not isinstance(name, str) or name not in makers:
+            raise ArgumentError(f"preset {name!r}: expected one of 'dense', {', '.join(map(repr, makers))}")
         return makers[name](**changes)
 
     def replace(self, **changes: Any) -> EpochConfig:
@@ -117,7 +108,3 @@ class EpochConfig:
         if self.coverage is None:
             return 0.0
         return max(0.0, self.coverage - 0.05) if self.coverage_floor is None else self.coverage_floor
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

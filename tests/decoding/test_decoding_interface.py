@@ -145,7 +145,7 @@ def test_context_may_be_filled_to_the_last_position(model, prompt):
 
 BAD_ARGUMENTS = [
     ({"gen_length": 0}, ValueError, r"gen_length=0: expected at least 1"),
-    ({"gen_length": 2.5}, TypeError, r"gen_length=2.5 is a float"),
+    ({"gen_length": 2.5}, TypeError, r"gen_length=2.5: expected a whole number"),
     ({"block_length": 0}, ValueError, r"block_length=0: expected at least 1.*use 32"),
     ({"block_length": True}, TypeError, r"block_length=True"),
     ({"steps": 0}, ValueError, r"steps=0"),

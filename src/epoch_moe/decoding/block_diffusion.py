@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.decoding.canvas import Canvas, PromptIds, check_prompts, read_prompts
+from epoch_moe.checks import flag
+from epoch_moe.decoding.canvas import Canvas, PromptIds, read_request
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
@@ -140,17 +141,11 @@ def generate(
         mask_token_id=mask_token_id,
         prefill_chunk=prefill_chunk,
     )
-    prompts = read_prompts(input_ids, attention_mask)
-    context_length = getattr(config, "max_position_embeddings", None)
-    check_prompts(prompts, settings.mask_id, settings.gen_length, vocab_size, context_length)
-    if streamer is not None and len(prompts) > 1:
-        raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call generate once for each")
+    flag("use_cache", use_cache)
     device = base.get_input_embeddings().weight.device  # type: ignore[operator]
-    if generator is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the model on {device}: make it with "
-            f"torch.Generator(device={device.type!r})"
-        )
+    prompts = read_request(
+        config, settings, vocab_size, device, input_ids, attention_mask, streamer, generator, progress
+    )
     canvas = Canvas(prompts, settings, device)
     loop = _BlockLoop(base, head, open_context(model, plan, record=record), canvas, settings, use_cache, generator)
     try:

@@ -9,13 +9,52 @@ Shape suffixes: B sequences, W slots of the canvas, S a range of slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, is_list, tensor, whole, wrong
 from epoch_moe.decoding.settings import BlockDiffusionSettings
 
+if TYPE_CHECKING:
+    from epoch_moe.decoding.semi_autoregressive import CanvasSettings
+
 PromptIds = Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | Sequence[int]
+
+
+def read_request(
+    config: Any,
+    settings: BlockDiffusionSettings | CanvasSettings,
+    vocab_size: int,
+    device: torch.device,
+    input_ids: Any,
+    attention_mask: Any,
+    streamer: Any,
+    generator: Any,
+    progress: Any,
+) -> list[Tensor]:
+    """The checked prompts of a decode, with the checks of what both loops take beside them."""
+    prompts = read_prompts(input_ids, attention_mask)
+    context_length = getattr(config, "max_position_embeddings", None)
+    check_prompts(prompts, settings.mask_id, settings.gen_length, vocab_size, context_length)
+    flag("progress", progress)
+    if streamer is not None:
+        if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise wrong("streamer", streamer, "None or an object with put(ids) and end(), as in transformers")
+        if len(prompts) > 1:
+            raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call it once for each")
+    if generator is not None:
+        where = getattr(generator, "device", None)
+        if isinstance(where, torch.device) and where.type != device.type:
+            raise ValueError(
+                f"the generator is on {where}, the model on {device}: make it with "
+                f"torch.Generator(device={device.type!r})"
+            )
+        if not isinstance(generator, torch.Generator):
+            raise wrong("generator", generator, "None or a torch.Generator")
+    return prompts
 
 
 def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> list[Tensor]:
@@ -30,19 +69,18 @@ def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> 
         ValueError: a shape that cannot be prompts, an empty prompt, or a mask that does not fit.
     """
     if isinstance(input_ids, Tensor):
+        if input_ids.layout != torch.strided or input_ids.device.type == "meta":
+            raise wrong("input_ids", input_ids, "a dense tensor with values")
         if input_ids.dim() not in (1, 2):
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}: expected [batch, positions] or [positions]"
             )
         rows = list(input_ids.unsqueeze(0) if input_ids.dim() == 1 else input_ids)
-    elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str):
+    elif is_list(input_ids):
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a padded tensor: a list of prompts has no padding, leave it out")
-        alone = len(input_ids) > 0 and isinstance(input_ids[0], int)
-        for number, row in enumerate(input_ids):
-            if isinstance(row, str):
-                raise TypeError(f"prompt {number} is the text {row[:40]!r}: expected token ids, tokenize it first")
-        rows = [torch.as_tensor(row) for row in ([input_ids] if alone else input_ids)]  # type: ignore[list-item]
+        alone = len(input_ids) > 0 and isinstance(input_ids[0], Integral)
+        rows = [_row(number, row) for number, row in enumerate([input_ids] if alone else input_ids)]
     else:
         hint = "; pass its 'input_ids' (and 'attention_mask')" if hasattr(input_ids, "keys") else ""
         raise TypeError(f"input_ids is a {type(input_ids).__name__}: expected a tensor or a list of prompts{hint}")
@@ -61,19 +99,35 @@ def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> 
                 f"prompt {number} has shape {tuple(row.shape)}: expected a list of 1-D prompts; of a [1, P] tensor, "
                 "take [0]"
             )
-        if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
-            raise TypeError(f"prompt {number} has dtype {row.dtype}: expected whole-number token ids")
+        tensor(f"prompt {number} of input_ids", row, WHOLE_DTYPES, ("ids",))
     return [row.long() for row in rows]
+
+
+def _row(number: int, row: Any) -> Tensor:
+    """A prompt as a tensor."""
+    if isinstance(row, str):
+        raise TypeError(f"prompt {number} is the text {row[:40]!r}: expected token ids, tokenize it first")
+    if isinstance(row, Tensor):
+        return row
+    try:
+        ids = list(row)
+    except TypeError:
+        raise wrong(f"input_ids[{number}]", row, "a list or tensor of token ids") from None
+    named = ((f"input_ids[{number}][{place}]", one) for place, one in enumerate(ids))
+    return torch.tensor([whole(name, one, "a token id", least=-MOST) for name, one in named])
 
 
 def _strip_padding(rows: list[Tensor], attention_mask: Tensor) -> list[Tensor]:
     expected = (len(rows), rows[0].shape[0])
-    if tuple(attention_mask.shape) != expected:
+    if isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) != expected:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: expected that of input_ids, {expected}; "
             "generate builds the block mask itself"
         )
-    real_BP = attention_mask.to(rows[0].device) != 0
+    mask_BP = tensor("attention_mask", attention_mask, (torch.bool, *WHOLE_DTYPES, *FLOAT_DTYPES), expected)
+    real_BP = mask_BP.to(rows[0].device) == 1
+    if not bool((real_BP | (mask_BP.to(rows[0].device) == 0)).all()):
+        raise wrong("attention_mask", mask_BP, "1 for tokens and 0 for padding, and no other value in it")
     stripped = []
     for number, (row, real_P) in enumerate(zip(rows, real_BP, strict=True)):
         slots = real_P.nonzero().flatten()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from epoch_moe.checks import MOST, whole
+
 
 class BlockKVLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one attention layer, ``[B,N,max_length,D]`` each, allocated by the first `update`."""
@@ -99,8 +101,8 @@ class BlockKVCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, num_layers: int, max_length: int):
-        if num_layers < 1 or max_length < 1:
-            raise ValueError(f"num_layers={num_layers}, max_length={max_length}: a cache needs at least one of each")
+        num_layers = whole("num_layers", num_layers, "attention layers", least=1)
+        max_length = whole("max_length", max_length, "rows per sequence", least=1)
         super().__init__(layers=[BlockKVLayer(max_length) for _ in range(num_layers)])
         self.max_length = max_length
 
@@ -115,6 +117,7 @@ class BlockKVCache(Cache):  # type: ignore[misc]
         Raises:
             ValueError: `rows` is negative, or no layer can hold that many.
         """
+        rows = whole("rows", rows, "of the last forward", least=-MOST)
         if rows < 0 or self.length + rows > self.max_length:
             raise ValueError(
                 f"cannot commit {rows} rows behind {self.length} committed ones: "
@@ -125,4 +128,7 @@ class BlockKVCache(Cache):  # type: ignore[misc]
 
     def select(self, indices: list[int]) -> None:
         """Keep only the sequences `indices`, in that order."""
-        self.batch_select_indices(torch.tensor(indices, dtype=torch.long))
+        keys = self.layers[0].keys if self.layers[0].is_initialized else None
+        most = MOST if keys is None else keys.shape[0] - 1
+        kept = [whole(f"indices[{place}]", one, "a sequence", most=most) for place, one in enumerate(list(indices))]
+        self.batch_select_indices(torch.tensor(kept, dtype=torch.long))

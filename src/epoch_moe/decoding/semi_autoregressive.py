@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.decoding.canvas import PromptIds, check_prompts, read_prompts
-from epoch_moe.decoding.checks import id_or_config, in_vocabulary, is_list, whole
+from epoch_moe.checks import choice, flag, id_or_config, in_vocabulary, is_list, real, whole
+from epoch_moe.decoding.canvas import PromptIds, read_request
 from epoch_moe.decoding.commit import choose_rows, transfer_schedule
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
 from epoch_moe.decoding.parts import is_native, model_parts, progress_bar
+from epoch_moe.decoding.settings import in_context
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
 if TYPE_CHECKING:
@@ -130,22 +131,15 @@ def generate_semi_autoregressive(
         eos_token_id=eos_token_id,
         mask_token_id=mask_token_id,
     )
-    prompts = read_prompts(input_ids, attention_mask)
-    context_length = getattr(model.config, "max_position_embeddings", None)
-    check_prompts(prompts, settings.mask_id, settings.gen_length, vocab_size, context_length)
-    if streamer is not None and len(prompts) > 1:
-        raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call it once for each")
+    device = base.get_input_embeddings().weight.device  # type: ignore[operator]
+    prompts = read_request(
+        model.config, settings, vocab_size, device, input_ids, attention_mask, streamer, generator, progress
+    )
     lengths = {len(prompt) for prompt in prompts}
     if len(lengths) > 1 and not is_native(base):
         raise ValueError(
             f"prompts of {min(lengths)} to {max(lengths)} tokens: the released LLaDA-MoE file ignores the padding mask "
             "that a mixed batch needs; pass prompts of one length, or load the model with epoch_moe.load_model"
-        )
-    device = base.get_input_embeddings().weight.device  # type: ignore[operator]
-    if generator is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the model on {device}: make it with "
-            f"torch.Generator(device={device.type!r})"
         )
     loop = _CanvasLoop(base, head, open_context(model, plan, record=record), prompts, settings, device, generator)
     try:
@@ -313,9 +307,9 @@ def _check(
     eos_token_id: int | Sequence[int] | None,
     mask_token_id: int | None,
 ) -> CanvasSettings:
-    gen_length = whole("gen_length", gen_length, "slots for the answer")
-    block_length = whole("block_length", block_length, "rows of a block")
-    steps = whole("steps", steps, "forwards for the answer")
+    gen_length = in_context(config, "gen_length", gen_length, "slots for the answer")
+    block_length = in_context(config, "block_length", block_length, "rows of a block")
+    steps = whole("steps", steps, "forwards for the answer", least=1)
     if gen_length % block_length:
         raise ValueError(f"gen_length={gen_length}: expected a multiple of block_length={block_length}")
     blocks = gen_length // block_length
@@ -323,11 +317,6 @@ def _check(
         raise ValueError(
             f"steps={steps}: expected a multiple of the number of blocks, gen_length / block_length = {blocks}"
         )
-    for name, value in (("temperature", temperature), ("cfg_scale", cfg_scale)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value}: expected a number of at least 0")
-    if remasking not in ("low_confidence", "random"):
-        raise ValueError(f"remasking={remasking!r}: expected 'low_confidence' or 'random'")
     eos = id_or_config(config, "eos_token_id", eos_token_id)
     eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
     mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
@@ -337,11 +326,11 @@ def _check(
     return CanvasSettings(
         gen_length=gen_length,
         block_length=block_length,
-        schedule=tuple(transfer_schedule(block_length, steps // blocks)),
-        temperature=float(temperature),
-        cfg_scale=float(cfg_scale),
-        remasking=remasking,  # type: ignore[arg-type]
-        eos_early_stop=bool(eos_early_stop),
+        schedule=tuple(transfer_schedule(block_length, min(steps // blocks, block_length))),
+        temperature=real("temperature", temperature, "0 (greedy) or a positive finite number"),
+        cfg_scale=real("cfg_scale", cfg_scale, "a finite number of at least 0"),
+        remasking=choice("remasking", remasking, ("low_confidence", "random")),
+        eos_early_stop=flag("eos_early_stop", eos_early_stop),
         mask_id=mask_id,
         eos_ids=eos_ids,
         pad_id=eos_ids[0] if pad_id is None else in_vocabulary("config.pad_token_id", pad_id, vocab_size),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epoch_moe.decoding.checks import id_or_config, in_vocabulary, index, is_list, whole
+from epoch_moe.checks import flag, id_or_config, in_vocabulary, is_list, real, whole
 from epoch_moe.decoding.commit import transfer_schedule
 
 
@@ -68,40 +67,41 @@ def check_settings(
         ValueError: an argument is out of range, or an id is neither given nor in the configuration.
         TypeError: an argument that must be a whole number is not.
     """
-    gen_length = whole("gen_length", gen_length, "the number of tokens to generate")
-    block_length = whole("block_length", block_length, "the positions decoded together; released models use 32")
-    steps = whole("steps", steps, "the iterations per block")
-    minimal_topk = whole("minimal_topk", minimal_topk, "it caps steps at gen_length // minimal_topk")
-    prefill_chunk = whole("prefill_chunk", prefill_chunk, "the prompt positions per prefill forward")
+    gen_length = in_context(config, "gen_length", gen_length, "the number of tokens to generate")
+    block_length = in_context(config, "block_length", block_length, "positions of a block; released models use 32")
+    steps = whole("steps", steps, "the iterations per block", least=1)
+    minimal_topk = whole("minimal_topk", minimal_topk, "it caps steps at gen_length // minimal_topk", least=1)
+    prefill_chunk = whole("prefill_chunk", prefill_chunk, "the prompt positions per prefill forward", least=1)
     if minimal_topk > gen_length:
         raise ValueError(
             f"minimal_topk={minimal_topk} with gen_length={gen_length} leaves no iteration (steps are capped at "
             "gen_length // minimal_topk): lower minimal_topk to at most gen_length"
         )
-    num_to_transfer = whole("num_to_transfer", num_to_transfer, "the masks that an iteration fills at least")
-    if index("max_post_steps", max_post_steps) < 0:
-        raise ValueError(f"max_post_steps={max_post_steps}: expected 0 or the number of iterations after the last mask")
-    if editing_threshold is not None and not 0.0 <= editing_threshold <= 1.0:
-        raise ValueError(
-            f"editing_threshold={editing_threshold} is compared with a probability: expected None (committed tokens "
-            "stay) or a number from 0 (rewrite whenever another token is more probable) to 1 (never)"
-        )
+    num_to_transfer = whole("num_to_transfer", num_to_transfer, "the masks that an iteration fills at least", least=1)
+    max_post_steps = whole("max_post_steps", max_post_steps, "the number of iterations after the last mask")
     delete_id = split_id = None
     if editing_threshold is not None:
+        editing_threshold = real(
+            "editing_threshold",
+            editing_threshold,
+            "a probability: None (committed tokens stay) or a number from 0 (rewrite whenever another token is more "
+            "probable) to 1 (never)",
+            most=1.0,
+        )
         delete_id, split_id = _edit_ids(config, vocab_size)
     if threshold is None:
         threshold = 0.95 if delete_id is None else 0.5
-    if not 0.0 <= threshold <= 1.0:
-        raise ValueError(
-            f"threshold={threshold} is compared with a probability: expected a number from 0 (commit every row at "
-            "once) to 1 (follow the schedule)"
-        )
-    if not (math.isfinite(temperature) and temperature >= 0.0):
-        raise ValueError(f"temperature={temperature}: expected 0 (greedy) or a positive finite number")
-    if top_k is not None and index("top_k", top_k) < 0:
-        raise ValueError(f"top_k={top_k}: expected None or 0 (keep all) or the number of tokens to keep")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p={top_p}: expected None (keep all) or a number above 0 and up to 1")
+    threshold = real(
+        "threshold",
+        threshold,
+        "a probability: a number from 0 (commit every row at once) to 1 (follow the schedule)",
+        most=1.0,
+    )
+    temperature = real("temperature", temperature, "0 (greedy) or a positive finite number")
+    if top_k is not None:
+        top_k = whole("top_k", top_k, "None or 0 keeps all tokens")
+    if top_p is not None:
+        top_p = real("top_p", top_p, "None (keep all) or a number above 0 and up to 1", most=1.0, above=True)
     pool_rows = getattr(config, "block_size", None) if getattr(config, "expert_capacity", None) else None
     if pool_rows and block_length % pool_rows:
         raise ValueError(
@@ -123,14 +123,14 @@ def check_settings(
         gen_length=gen_length,
         block_length=block_length,
         schedule=tuple(transfer_schedule(block_length, min(steps, gen_length // minimal_topk))),
-        threshold=float(threshold),
-        editing_threshold=None if editing_threshold is None else float(editing_threshold),
+        threshold=threshold,
+        editing_threshold=editing_threshold,
         max_post_steps=max_post_steps,
         num_to_transfer=num_to_transfer,
-        temperature=float(temperature),
+        temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_early_stop=bool(eos_early_stop),
+        eos_early_stop=flag("eos_early_stop", eos_early_stop),
         prefill_chunk=prefill_chunk,
         mask_id=mask_id,
         eos_ids=eos_ids,
@@ -138,6 +138,14 @@ def check_settings(
         delete_id=delete_id,
         split_id=split_id,
     )
+
+
+def in_context(config: Any, name: str, value: Any, meaning: str) -> int:
+    """A number of positions that fits into the model's context."""
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        return whole(name, value, meaning, least=1)
+    return whole(name, value, f"{meaning}; the model's max_position_embeddings={context}", least=1, most=context)
 
 
 def _edit_ids(config: Any, vocab_size: int) -> tuple[int | None, int | None]:

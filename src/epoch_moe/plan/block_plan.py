@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import MOST, whole
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import Compact, ListedRows, PaddedRows, list_rows, pad_rows
@@ -57,8 +58,10 @@ class LayerStep:
 
 def check_block(batch: int, window: int, prefix: int, future: int) -> None:
     """Refuse a block that cannot be, quoting the values."""
-    if batch < 1 or window < 1:
-        raise ValueError(f"a block needs batch >= 1 and window >= 1, got batch={batch}, window={window}")
+    whole("batch", batch, "sequences", least=1)
+    whole("window", window, "rows of a sequence", least=1)
+    whole("prefix", prefix, "rows before the block", least=-MOST)
+    whole("future", future, "rows behind the block", least=-MOST)
     if prefix < 0 or future < 0 or prefix + future >= window:
         raise ValueError(
             f"prefix={prefix} and future={future} must be at least 0 and leave rows of the window={window} to the block"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, instance, module, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.device import compact_for
 from epoch_moe.freshlane.expert_parallel import Turn
@@ -53,6 +54,10 @@ class BlockPlanContext:
     holds = True
 
     def __init__(self, patched: Patched, config: EpochConfig | None, record: bool = False):
+        if not hasattr(patched, "slot"):
+            raise wrong("patched", patched, "what patch() left on a model, model._epoch_moe")
+        instance("config", config, (EpochConfig, type(None)), "an EpochConfig, or None: no plan")
+        flag("record", record)
         self._patched, self.config = patched, config
         bytes_per_expert = patched.bytes_per_expert()
         self.counters = Counters(len(bytes_per_expert), bytes_per_expert)
@@ -62,6 +67,7 @@ class BlockPlanContext:
         self._plan: BlockPlan | None = None
         self._open: Hold | None = None
         self._entered = False
+        self._shape: tuple[int, int] | None = None
         self._latest: ForwardPlan | DenseForward | None = None
         self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
         self.weights_at: tuple[int, ...] = ()
@@ -71,8 +77,8 @@ class BlockPlanContext:
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
     ) -> None:
         """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
-        self.end_block()
         check_block(batch, window, prefix, future)
+        flag("prefix_constant", prefix_constant)
         pool = self._patched.routing_block
         if pool is not None and prefix_constant and prefix % pool:
             raise ValueError(
@@ -80,6 +86,7 @@ class BlockPlanContext:
                 f"blocks of {pool}, so prefix rows that share one with the block change with it; use a prefix of whole "
                 "routing blocks, or prefix_constant=False"
             )
+        self.end_block()
         layers = self._patched.ensure_stacked()
         devices = sorted({str(experts.down_EHF.device) for experts in layers})
         if self.config is not None and len(devices) > 1:
@@ -88,6 +95,7 @@ class BlockPlanContext:
                 "model on one, or decode without a plan (plan=None)"
             )
         self._open, self._entered = self._patched.slot.hold("a block"), False
+        self._shape = batch, window
         if not self.holds:
             self._patched.slot.release(self._open)
         if self.config is not None:
@@ -171,7 +179,7 @@ class BlockPlanContext:
         """
         if self._open is None:
             raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
-        self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN)
+        self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN, capacity)
         if self._patched.ep is not None:
             cold = self._plan is not None and self._plan.forwards == 0
             self._take_turn(Turn.BEGIN if cold and self._begins_together else Turn.ITERATION, ids_BS)
@@ -264,6 +272,9 @@ class BlockPlanContext:
             ids_BS: int64, the forward's token ids.
             valid_BS: bool, False for padding. Default: all True.
         """
+        tensor("ids_BS", ids_BS, (*WHOLE_DTYPES, *FLOAT_DTYPES), ("sequences", "rows"))
+        if valid_BS is not None:
+            tensor("valid_BS", valid_BS, torch.bool, ids_BS.shape)
         if self._open is not None:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
@@ -359,11 +370,14 @@ class BlockPlanContext:
         lead: int,
         live_BN: Tensor | None,
         changed_BN: Tensor | None,
+        capacity: int | None,
     ) -> None:
-        if ids_BS.dim() != 2:
-            raise ValueError(f"ids_BS has shape {tuple(ids_BS.shape)}: expected [sequences, rows]")
-        if lead < 0:
-            raise ValueError(f"lead={lead}: expected a number of rows, at least 0")
+        tensor("ids_BS", ids_BS, WHOLE_DTYPES, ("sequences", "rows"))
+        whole("lead", lead, "rows before the window")
+        if mask_id is not None:
+            whole("mask_id", mask_id, "a token id", least=-MOST)
+        if capacity is not None:
+            whole("capacity", capacity, "fresh rows")
         pool = self._patched.routing_block
         if pool is not None and lead % pool:
             raise ValueError(
@@ -372,24 +386,18 @@ class BlockPlanContext:
             )
         if mask_id is None and live_BN is None:
             raise ValueError("pass mask_id, or live_BN for a decoder without a mask token")
-        if self._plan is None:
-            return
-        batch, window = self._plan.batch, self._plan.window
+        assert self._shape is not None
+        batch, window = self._shape
         if tuple(ids_BS.shape) != (batch, lead + window):
             raise ValueError(
                 f"ids_BS has shape {tuple(ids_BS.shape)}: this block has {batch} sequences and a window of {window} "
                 f"rows, so with lead={lead} expected [{batch}, {lead + window}]"
             )
-        masks = {
-            "valid_BS": (valid_BS, lead + window),
-            "live_BN": (live_BN, window),
-            "changed_BN": (changed_BN, window),
-        }
-        for name, (mask, length) in masks.items():
-            if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool):
-                raise ValueError(
-                    f"{name} is {mask.dtype} of shape {tuple(mask.shape)}: expected bool [{batch}, {length}]"
-                )
+        for name, mask, length in (
+            ("valid_BS", valid_BS, lead + window), ("live_BN", live_BN, window), ("changed_BN", changed_BN, window),
+        ):  # fmt: skip
+            if mask is not None:
+                tensor(name, mask, torch.bool, (batch, length))
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
         """Tell who listens what the decoder thought of each row of the forward that has just ended.
@@ -399,6 +407,8 @@ class BlockPlanContext:
         Args:
             confidence_BS: fp32, probability of the token that it drew for the row; only live rows count. None: unknown.
         """
+        if confidence_BS is not None:
+            tensor("confidence_BS", confidence_BS, FLOAT_DTYPES, ("sequences", "rows"))
         if self._patched.residency is not None and self._latest is not None:
             self._patched.residency.end_forward(self._latest, confidence_BS)
         if self._patched.slot.tracer is not None and self._latest is not None:
@@ -406,11 +416,11 @@ class BlockPlanContext:
 
     def count_lm_head(self, rows: int) -> None:
         """Count rows that went through the LM head."""
-        self.counters.lm_head_rows += rows
+        self.counters.lm_head_rows += whole("rows", rows)
 
     def count_attention(self, pairs: int) -> None:
         """Count query-key pairs of one layer."""
-        self.counters.attention_pairs += pairs
+        self.counters.attention_pairs += whole("pairs", pairs)
 
 
 class UntrackedContext:
@@ -462,9 +472,10 @@ def open_context(
         plan: a configuration for this decode; ``"patched"``: the one given to `epoch_moe.patch`; None: no plan.
         record: keep which experts each forward used, see `BlockPlanContext`; needs a plan.
     """
-    patched: Patched | None = getattr(model, "_epoch_moe", None)
-    if plan is not None and plan != "patched" and not isinstance(plan, EpochConfig):
-        raise TypeError(f"plan={plan!r}: expected an EpochConfig, 'patched' or None (dense)")
+    patched: Patched | None = getattr(module("model", model), "_epoch_moe", None)
+    if not isinstance(plan, (EpochConfig, type(None))) and not (isinstance(plan, str) and plan == "patched"):
+        raise wrong("plan", plan, "an EpochConfig, 'patched' or None (dense)")
+    flag("record", record)
     if patched is None:
         if isinstance(plan, EpochConfig):
             raise ValueError("a plan needs patched MoE layers: call epoch_moe.patch(model) first")
@@ -487,7 +498,7 @@ def in_step(model: Any) -> Iterator[None]:
     Args:
         model: patched; without ``ep_group`` this does nothing.
     """
-    patched: Patched | None = getattr(model, "_epoch_moe", None)
+    patched: Patched | None = getattr(module("model", model), "_epoch_moe", None)
     ep = None if patched is None else patched.ep
     if patched is None or ep is None or ep.deferred:
         yield

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from epoch_moe.checks import MOST, choice, flag, instance, wrong
+
 Miss = Literal["auto", "load", "compute"]
 Tier = Literal["auto", "host", "disk"]
 POLICIES = ("retention", "lru", "lfu", "interval", "static")
@@ -47,18 +49,13 @@ class ResidencyConfig:
     drop_cache: bool = False
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"ResidencyConfig.{name}={getattr(self, name)!r}: expected {expected}")
-
         parse_budget(self.budget)
-        check("policy", self.policy in POLICIES, " or ".join(map(repr, POLICIES)))
-        check("miss", self.miss in ("auto", "load", "compute"), "'auto', 'load' or 'compute'")
-        check("tier", self.tier in ("auto", "host", "disk"), "'auto', 'host' or 'disk'")
-        check("drop_cache", isinstance(self.drop_cache, bool), "True or False")
+        choice("ResidencyConfig.policy", self.policy, POLICIES)
+        choice("ResidencyConfig.miss", self.miss, ("auto", "load", "compute"))
+        choice("ResidencyConfig.tier", self.tier, ("auto", "host", "disk"))
+        flag("ResidencyConfig.drop_cache", self.drop_cache)
         for name in ("source", "spill_dir"):
-            value = getattr(self, name)
-            check(name, value is None or isinstance(value, (str, Path)), "None or a folder")
+            instance(f"ResidencyConfig.{name}", getattr(self, name), (str, Path, type(None)), "None or a folder")
 
 
 def parse_budget(budget: Any) -> float | int:
@@ -67,14 +64,15 @@ def parse_budget(budget: Any) -> float | int:
     Raises:
         ValueError: neither.
     """
-    refused = ValueError(
-        f"ResidencyConfig.budget={budget!r}: expected a share in (0, 1] such as 0.4 or '40%', or bytes such as "
-        "2_000_000_000 or '2GB'"
+    refused = wrong(
+        "ResidencyConfig.budget",
+        budget,
+        "a share in (0, 1] such as 0.4 or '40%', or bytes such as 2_000_000_000 or '2GB'",
     )
     if isinstance(budget, bool):
         raise refused
     if isinstance(budget, int):
-        if budget < 1:
+        if not 1 <= budget <= MOST:
             raise refused
         return budget
     share: float
@@ -83,10 +81,10 @@ def parse_budget(budget: Any) -> float | int:
     elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[a-zA-Z]+)?\s*", budget)):
         number, unit = match[1], (match[2] or "").upper()
         if unit in _UNITS:
-            bytes_ = int(float(number) * _UNITS[unit])
-            if bytes_ < 1:
+            size = float(number) * _UNITS[unit]
+            if not 1 <= size <= MOST:
                 raise refused
-            return bytes_
+            return int(size)
         if unit not in ("", "%"):
             raise refused
         share = float(number) / (100.0 if unit else 1.0)
