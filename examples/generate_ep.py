@@ -13,9 +13,11 @@ On GPUs the processes talk over NCCL, one GPU each; on CPUs over gloo. Nothing e
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +30,9 @@ import epoch_moe
 from epoch_moe.decoding import is_canvas_model, loop_of
 from epoch_moe.freshlane.expert_parallel import world_group
 from epoch_moe.outputs import check_output, write_output
+
+SAME = ("model", "layout", "preset", "dtype", "batch_size", "gen_length", "block_length", "threshold", "chat")
+"""Arguments that all processes must agree about, beside the prompts themselves."""
 
 
 def parse() -> argparse.Namespace:
@@ -47,7 +52,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template to each prompt")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a silent process is given up")
     parser.add_argument("--report", action="store_true", help="print each process's work and traffic to standard error")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not 0 < args.timeout < threading.TIMEOUT_MAX:
+        parser.error(f"--timeout {args.timeout}: expected a number of seconds above 0")
+    if args.batch_size < 1:
+        parser.error(f"--batch-size {args.batch_size}: expected at least 1")
+    return args
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -75,13 +85,46 @@ def tokenize(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
 
 
+def join(backend: str, timeout: float) -> None:
+    """Meet the other processes, or end this one: where another program has the port, torch waits for ever."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+    def give_up() -> None:
+        print(f"no other process met at {where} within {timeout:g} s: is the port taken?", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    watch = threading.Timer(timeout, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    finally:
+        watch.cancel()
+
+
+def check_same(prompts: list[str], args: argparse.Namespace) -> None:
+    """Refuse processes that were given different work, before any of it is done."""
+    own = {name: value for name, value in vars(args).items() if name in SAME}
+    own["prompts"] = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for name, value in everyone[0].items():
+        others = [rank for rank, other in enumerate(everyone) if other[name] != value]
+        if others:
+            dist.destroy_process_group()
+            option = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{option}: ranks {others} have another one than rank 0: give all processes the same")
+
+
 def decode(model: Any, tokenizer: Any, prompts: list[str], args: argparse.Namespace, progress: bool) -> list[Any]:
     """One record per prompt: text, tokens, and why it ended."""
     from tqdm.auto import tqdm
 
     canvas = is_canvas_model(model.config)
-    gen_length = args.gen_length or (32 if canvas else 96)
-    options: dict[str, Any] = {"gen_length": gen_length, "block_length": args.block_length or (16 if canvas else 32)}
+    gen_length = (32 if canvas else 96) if args.gen_length is None else args.gen_length
+    options: dict[str, Any] = {"gen_length": gen_length, "block_length": args.block_length}
+    if args.block_length is None:
+        options["block_length"] = 16 if canvas else 32
     options |= {"steps": gen_length} if canvas else {"threshold": args.threshold}
     records = []
     starts = range(0, len(prompts), args.batch_size)
@@ -107,8 +150,9 @@ def main() -> int:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    join(backend, args.timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
+    check_same(prompts, args)
     try:
         model, tokenizer = epoch_moe.load_model(
             args.model, dtype=args.dtype, device=device, ep_group=world_group(), ep_layout=args.layout

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,6 +60,54 @@ def test_bad_arguments_end_every_process(tmp_path: Path) -> None:
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
     done = run(1, "--prompts", str(tmp_path / "gap.txt"))
     assert done.returncode != 0 and "line 2 is empty" in done.stderr
+
+
+def by_hand(world: int, prompts: list[Path], port: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Processes without torchrun, which would end the others as soon as one of them fails."""
+    processes = []
+    for rank in range(world):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), "--device", "cpu", "--prompts", str(prompts[rank]), *arguments],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | place | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            )
+        )  # fmt: skip
+    try:
+        outs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [subprocess.CompletedProcess([], p.returncode, *out) for p, out in zip(processes, outs, strict=True)]
+
+
+@pytest.mark.timeout(300)
+def test_a_taken_port_ends_all_processes(prompts: Path) -> None:
+    with socket.socket() as other:  # somebody else's server, which never answers
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        done = by_hand(2, [prompts, prompts], other.getsockname()[1], "--timeout", "5")
+    assert all(one.returncode != 0 for one in done)
+    assert "EADDRINUSE" in done[0].stderr, done[0].stderr
+    assert "is the port taken?" in done[1].stderr, done[1].stderr
+
+
+@pytest.mark.timeout(300)
+def test_other_prompts_on_another_process_end_both_before_the_work(prompts: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(PROMPTS[::-1]) + "\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for one in by_hand(2, [prompts, other], port, "--timeout", "100"):
+        assert one.returncode == 1 and "--prompts: ranks [1] have another one than rank 0" in one.stderr, one.stderr
+        assert "patched" not in one.stderr
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(prompts: Path) -> None:
+    (done,) = by_hand(1, [prompts], 1, "--output", "/nonexistent/a.jsonl")  # port 1: it must not come so far
+    assert done.returncode == 1 and "--output /nonexistent/a.jsonl: its folder does not exist" in done.stderr
 
 
 @pytest.mark.timeout(300)
