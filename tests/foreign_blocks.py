@@ -25,13 +25,13 @@ class StackedMlps(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """``[T,H] -> [T,H]``, one expert after the other."""
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         for e in range(self.num_experts):
             row, slot = (ids == e).nonzero(as_tuple=True)
             y = F.linear(
                 self.act_fn(F.linear(x[row], self.gate_proj[e])) * F.linear(x[row], self.up_proj[e]), self.down_proj[e]
             )
-            out = out.index_add(0, row, y.float() * weights[row, slot, None])
+            out = out.index_add(0, row, y.to(out.dtype) * weights[row, slot, None])
         return out.to(x.dtype)
 
 
@@ -39,12 +39,12 @@ def _fused(block: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The same from dInfer's ``w1`` and ``w2``."""
     w1, w2 = block.w1, block.w2
     inner = w2.shape[2]  # type: ignore[index, union-attr]
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for e in range(w1.shape[0]):  # type: ignore[union-attr, index]
         row, slot = (ids == e).nonzero(as_tuple=True)
         gate_up = F.linear(x[row], w1[e])  # type: ignore[index]
         y = F.linear(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], w2[e])  # type: ignore[index]
-        out = out.index_add(0, row, y.float() * weights[row, slot, None])
+        out = out.index_add(0, row, y.to(out.dtype) * weights[row, slot, None])
     return out.to(x.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -105,6 +105,21 @@ def assert_as_accurate(
     own, error = relative_error(reference, exact), relative_error(actual, exact)
     bound = factor * own + ulps * torch.finfo(actual.dtype).eps
     assert error <= bound, f"off by {error:.2e} of the largest value, where {bound:.2e} is allowed ({own:.2e} plain)"
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients that there are, by parameter name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(actual: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """`assert_as_accurate` for every parameter of a model; none has a gradient in one of them only."""
+    assert actual.keys() == reference.keys() == exact.keys() and actual
+    for name, gradient in actual.items():
+        try:
+            assert_as_accurate(gradient, reference[name], exact[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
 
 
 def assert_golden(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GOLDEN
+from helpers import GOLDEN, assert_gradients, gradients_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -70,17 +70,17 @@ def test_a_model_is_one_graph(family: str) -> None:
 
 
 def test_gradients_of_a_compiled_block_are_the_eager_ones() -> None:
-    block = block_of(patched_model("llada2"))
+    model = patched_model("llada2")
+    block, exact = block_of(model), block_of(copy.deepcopy(model).double())
     x = torch.randn(2, 6, 64, dtype=torch.bfloat16)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     grads = []
-    for run in (block, compiled):
-        block.zero_grad(set_to_none=True)
-        first(run(x)).float().square().sum().backward()
-        grads.append({name: p.grad.clone() for name, p in block.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 16
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=2e-2, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    for run, owner, rows in ((block, block, x), (compiled, block, x), (exact, exact, x.double())):
+        owner.zero_grad(set_to_none=True)
+        first(run(rows)).to(torch.promote_types(rows.dtype, torch.float32)).square().sum().backward()
+        grads.append(gradients_of(owner))
+    assert len(grads[0]) > 16
+    assert_gradients(grads[1], grads[0], grads[2])
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GOLDEN, relative_error
+from helpers import GOLDEN, assert_gradients, gradients_of, relative_error
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -479,15 +479,12 @@ def test_a_copy_is_independent_of_the_model(model: LLaDA2MoeModelLM, want: Tenso
 
 
 def test_training_gradients_are_the_originals(model: LLaDA2MoeModelLM) -> None:
-    plain = copy.deepcopy(model).train()
+    plain, exact = copy.deepcopy(model).train(), copy.deepcopy(model).train().double()
     epoch_moe.patch(model)
     model.train()
-    for m in (plain, model):
+    for m in (plain, model, exact):
         m(IDS, labels=IDS).loss.backward()
-    for (name, parameter), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert (parameter.grad is None) == (other.grad is None), name
-        if parameter.grad is not None:
-            assert torch.allclose(other.grad, parameter.grad, atol=1e-7), name  # type: ignore[arg-type]
+    assert_gradients(gradients_of(model), gradients_of(plain), gradients_of(exact))
 
 
 def test_a_saved_patched_model_loads_unpatched(model: LLaDA2MoeModelLM, want: Tensor, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import additive, assert_golden, load_golden
+from helpers import additive, assert_as_accurate, assert_golden, load_golden
 from torch import Tensor
 
 from epoch_moe.models import load_model
@@ -63,9 +63,11 @@ def test_routing_of_golden_inputs(name: str) -> None:
     golden = load_golden(name)
     model = load(name)
     for layer in golden.moe_layers:
-        ids_TK, weights_TK, logits_TE = model.model.layers[layer].mlp.gate(golden.forward[f"layer{layer}.moe_in"])
+        gate, x_BSH = model.model.layers[layer].mlp.gate, golden.forward[f"layer{layer}.moe_in"]
+        ids_TK, weights_TK, logits_TE = gate(x_BSH)
         assert weights_TK.dtype == logits_TE.dtype == torch.float32
-        torch.testing.assert_close(logits_TE, golden.forward[f"layer{layer}.router_logits"], rtol=1e-5, atol=1e-6)
+        exact_TE = x_BSH.flatten(0, 1).double() @ gate.weight.double().T
+        assert_as_accurate(logits_TE, golden.forward[f"layer{layer}.router_logits"], exact_TE)
         assert_same_routing(
             ids_TK,
             weights_TK,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_golden, load_golden, relative_error
+from helpers import assert_golden, assert_gradients, gradients_of, load_golden, relative_error
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -141,17 +141,11 @@ def test_values_are_clipped_where_the_configuration_says_so() -> None:
 
 def test_gradients_reach_experts_and_gate_patched_and_not() -> None:
     golden = load_golden("llada_moe_shared_bias")
-    gradients = []
-    for patched in (False, True):
-        model = load("llada_moe_shared_bias").train()
-        if patched:
-            epoch_moe.patch(model, None)
-        ids = golden.forward["input_ids"]
+    plain, patched, exact = (load("llada_moe_shared_bias").train() for _ in range(3))
+    epoch_moe.patch(patched, None)
+    ids = golden.forward["input_ids"]
+    for model in (plain, patched, exact.double()):
         model(ids, labels=ids).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    plain, patched_gradients = gradients
-    assert plain.keys() == patched_gradients.keys()
-    for name, gradient in plain.items():
-        assert (gradient is not None and gradient.abs().sum() > 0) or "experts." in name, name
-        if gradient is not None:
-            torch.testing.assert_close(patched_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+    assert_gradients(gradients_of(patched), gradients_of(plain), gradients_of(exact))
+    for name, parameter in plain.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) or "experts." in name, name
