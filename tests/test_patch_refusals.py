@@ -16,6 +16,7 @@ from helpers import GOLDEN, relative_error
 from torch import Tensor, nn
 
 import epoch_moe
+from epoch_moe.decoding import loop_of
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAMoEModelLM
 
@@ -231,10 +232,10 @@ def family_of(model: nn.Module) -> str:
     return "llada2" if isinstance(model, LLaDA2MoeModelLM) else "llada_moe"
 
 
-def with_lora(model: nn.Module, targets: list[str] | str) -> Any:
+def with_lora(model: nn.Module, targets: list[str] | str, **kwargs: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(target_modules=targets, r=2, init_lora_weights=False)  # not zero: it must show
+    config = LoraConfig(target_modules=targets, r=2, init_lora_weights=False, **kwargs)  # not zero: it must show
     return get_peft_model(model, config).eval()  # type: ignore[arg-type]
 
 
@@ -292,12 +293,32 @@ def test_lora_on_attention_trains_through_patched_layers(model: Any) -> None:
         assert relative_error(grads[1][name], grad) < 1e-4, name
 
 
-def test_generating_with_lora_on_attention() -> None:
-    inner = with_lora(copy.deepcopy(plain("llada2")), ATTENTION["llada2"]).get_base_model()
-    settings = {"gen_length": 16, "block_length": 8, "steps": 8}
-    want = epoch_moe.generate(inner, IDS[:, :8], **settings)
-    epoch_moe.patch(inner, "exact")
-    got = epoch_moe.generate(inner, IDS[:, :8], **settings)
-    assert torch.equal(got.sequences, want.sequences) and got.counters is not None
-    without = epoch_moe.generate(copy.deepcopy(plain("llada2")), IDS[:, :8], **settings)
-    assert not torch.equal(without.sequences, want.sequences)
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_generating_with_lora_on_attention(model: Any, task_type: str | None) -> None:
+    loop, prompt, settings = loop_of(model), IDS[:1, :8], {"gen_length": 16, "block_length": 8, "steps": 8}
+    without = loop(model, prompt, **settings, eos_token_id=[]).sequences
+    wrapped = with_lora(model, ATTENTION[family_of(model)], task_type=task_type)
+    want = loop(wrapped, prompt, **settings, eos_token_id=[]).sequences
+    assert torch.equal(loop(wrapped.get_base_model(), prompt, **settings, eos_token_id=[]).sequences, want)
+    assert not torch.equal(without, want)
+    with wrapped.disable_adapter():
+        assert torch.equal(loop(wrapped, prompt, **settings, eos_token_id=[]).sequences, without)
+    assert len(epoch_moe.patch(wrapped, "exact").patched) >= 2
+    for one in (wrapped, wrapped.get_base_model()):  # the patch is the inner model's, whoever is passed
+        got = loop(one, prompt, **settings, eos_token_id=[])
+        assert torch.equal(got.sequences, want) and got.counters is not None
+    answer = wrapped.generate(prompt, **settings)[0].tolist()  # the class's own: LLaDA-MoE's has the prompt in front
+    assert answer[-len(want[0]) :] == want[0, : len(answer)].tolist()
+    epoch_moe.unpatch(wrapped)
+    assert loop(wrapped, prompt, **settings).counters is None
+
+
+def test_adapters_that_work_outside_the_layers_are_refused() -> None:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    target = ATTENTION["llada2"]
+    activated = LoraConfig(target_modules=target, task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    for config in (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), activated):
+        wrapped = get_peft_model(copy.deepcopy(plain("llada2")), config).eval()
+        with pytest.raises(ValueError, match=r"adapter 'default' is a \w+Config that works in the forward of peft"):
+            epoch_moe.generate(wrapped, IDS[:, :8])

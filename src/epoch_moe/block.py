@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.layouts import FUSED, LayoutName
 from epoch_moe.experts.weights import ExpertWeights
@@ -326,19 +327,27 @@ class EpochMoEBlock(nn.Module):
         known = self.ep is None or (self.ep.layout == "replicated" and x_RH.shape[0] == own_rows)
         return run(x_RH, ids_RK, weights_RK, requested, forward, known)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        what = "state_dict, and what saves it,"
+    def incomplete(self, what: str) -> RuntimeError | None:
+        """The error of what needs all experts, where they are not all here as tensors."""
         if isinstance(self.weights, ResidentExperts):
-            raise self.weights.refused(what)
-        if self.ep is not None and self.ep.ranks.world > 1:
-            raise self.ep.refused(what)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+            return self.weights.refused(what)
+        return None if self.ep is None or self.ep.ranks.world == 1 else self.ep.refused(what)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """The original's; where not all experts are here, theirs are names without values: see `AbsentTensor`."""
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        for key in self._expert_keys(state, prefix):
+            if error := self.incomplete(f"the value of {key} in a state_dict"):
+                state[key] = AbsentTensor(state[key], str(error))
+        return state
+
+    def _expert_keys(self, state_dict: Any, prefix: str) -> list[str]:
+        own = tuple(f"{prefix}{name}" for name in (f"{self.spec.experts}.", *FUSED))
+        return [key for key in state_dict if key.startswith(own)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self.weights, ResidentExperts):
-            own = [f"{prefix}{name}" for name in (f"{self.spec.experts}.", *FUSED)]
-            if any(key.startswith(name) for key in state_dict for name in own):
-                raise self.weights.refused("load_state_dict with experts")
+        if isinstance(self.weights, ResidentExperts) and self._expert_keys(state_dict, prefix):
+            raise self.weights.refused("load_state_dict with experts")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> EpochMoEBlock:

@@ -148,6 +148,28 @@ def id_or_config(config: Any, name: str, value: Any) -> Any:
     return value
 
 
+def special_ids(model: Any, vocab_size: int, eos_token_id: Any, mask_token_id: Any) -> tuple[tuple[int, ...], int, int]:
+    """End ids, the mask id and the id of padding.
+
+    Args:
+        model: whose `generation_config` (its end ids) and `config` name what is not given.
+        vocab_size: ids must be below.
+        eos_token_id, mask_token_id: arguments of a loop.
+    """
+    config = model.config
+    if eos_token_id is None:  # generation_config.json is where transformers and engines look first
+        eos_token_id = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = id_or_config(config, "eos_token_id", eos_token_id)
+    eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
+    mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
+    if mask_id in eos_ids:
+        raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
+    pad_id = getattr(config, "pad_token_id", None)
+    if pad_id is None:
+        return eos_ids, mask_id, (*eos_ids, 0)[0]
+    return eos_ids, mask_id, in_vocabulary("config.pad_token_id", pad_id, vocab_size)
+
+
 def in_vocabulary(name: str, value: Any, vocab_size: int) -> int:
     """An id that the model has an embedding for."""
     number = whole(name, value, "a token id", least=-MOST)

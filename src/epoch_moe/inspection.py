@@ -49,7 +49,7 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
         "hidden_size": sizes.hidden,
         "vocab_size": sizes.vocab,
         "mask_token_id": config.mask_token_id,
-        "eos_token_id": config.eos_token_id,
+        "eos_token_id": checkpoint.eos_token_id,
         "moe_layers": 0 if spec is None else len(sizes.moe_layers),
         "expert_layout": checkpoint.layout,
         "patch": [],

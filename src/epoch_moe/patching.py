@@ -28,6 +28,7 @@ from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
 from epoch_moe.patch_report import PatchReport
 from epoch_moe.plan.inferred import InferredPlans
+from epoch_moe.plan.patched import inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.plan.transitions import Hints
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
@@ -113,6 +114,23 @@ class _ReleaseAfterLoad:
             block.weights.release()
 
 
+class _RefuseSaving:
+    """`state_dict` of a model that lacks experts would be half a checkpoint.
+
+    Within a wrapper's, and where there are adapters, it is read for the adapters' names: see `AbsentTensor`.
+    """
+
+    def __init__(self, state: PatchState):
+        self.state = state
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if prefix or getattr(module, "peft_config", None):
+            return
+        for block in self.state.blocks.values():
+            if error := block.incomplete("state_dict, and what saves it,"):
+                raise error
+
+
 def patch(
     model: nn.Module,
     config: EpochConfig | str | None = "default",
@@ -137,7 +155,8 @@ def patch(
     what they look like (docs/plans.md, "Loops of others"); `epoch_moe.plan_report` says what came of it.
 
     Args:
-        model: a loaded model with MoE blocks of a known family, our own class or remote code.
+        model: a loaded model with MoE blocks of a known family, our own class or remote code; of a model in a peft
+            wrapper, the one inside.
         config: the plan that `epoch_moe.generate` uses by default: an `EpochConfig`, a preset name (``"default"``,
             ``"exact"``, ``"paper"``, ``"dense"``), or None for no plan.
         strict: raise where no MoE block is found or one cannot be patched; False skips it and reports why.
@@ -160,6 +179,7 @@ def patch(
             Or the configuration asks for a backend that these experts rule out, or the budget holds no expert.
         TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
     """
+    model = inner_model(model)
     if isinstance(config, str):
         config = EpochConfig.preset(config)
     if config is not None and not isinstance(config, EpochConfig):
@@ -230,6 +250,7 @@ def patch(
         new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
     new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
     new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
+    new.hooks.append(model.register_state_dict_pre_hook(_RefuseSaving(new)))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -243,6 +264,7 @@ def unpatch(model: nn.Module) -> None:
             wrapped a patched block since; or experts cannot be read back from where they lie (`epoch_moe.residency`).
             The error names it, and nothing is changed.
     """
+    model = inner_model(model)
     state = _state(model)
     if state is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: there is nothing to undo")
@@ -395,8 +417,8 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _state(model: nn.Module) -> PatchState | None:
-    # Not through getattr: wrappers such as peft's pass it on to the model inside, whose module paths are not theirs.
-    return model.__dict__.get(ATTRIBUTE)
+    # Not through getattr: wrappers pass it on to the model inside, whose module paths are not theirs.
+    return inner_model(model).__dict__.get(ATTRIBUTE)
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -238,6 +238,12 @@ def combine_weights(combine_TE: Tensor, ids_TK: Tensor, spec: RouterSpec, dtype:
     return weights_TK * spec.routed_scaling_factor
 
 
+def choose(scores: Scores, spec: RouterSpec, dtype: torch.dtype, support: Tensor | None = None) -> Routing:
+    """The experts of rows with these scores, in a model of this dtype; see `select` and `combine_weights`."""
+    ids_TK = select(scores.selection_TE, spec, support)
+    return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, dtype))
+
+
 def route(
     x_TH: Tensor,
     weight_EH: Tensor,
@@ -261,5 +267,4 @@ def route(
         if support is not None:
             raise ValueError("kind='block_pool' forms its own supports: expected support=None")
         support = sequence_pools(scores.selection_TE, spec, batch, valid_BS)
-    ids_TK = select(scores.selection_TE, spec, support)
-    return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores
+    return choose(scores, spec, x_TH.dtype, support), scores

@@ -215,7 +215,7 @@ def test_edits_that_undo_each_other_end(model, prompt, monkeypatch):
     """Two rows take turns in being masked again."""
     monkeypatch.setattr(rules, "MAX_ITERATIONS", 30)
     settings = check_settings(
-        model.config,
+        model,
         128,
         **{"gen_length": 2, "block_length": 2, "steps": 2, "threshold": 0.5, "editing_threshold": 0.5},
         **{"max_post_steps": 4, "num_to_transfer": 1, "temperature": 0.0, "top_k": None, "top_p": None},

@@ -56,6 +56,23 @@ def test_moe_blocks(name: str, patched: bool) -> None:
         assert_golden(out, golden.forward[f"layer{layer}.moe_out"], dtype_of(name))
 
 
+def test_an_adapter_on_the_gate_is_called() -> None:
+    """As in the released code: its part shows in the logits, and in the gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = load("llada_moe"), load_golden("llada_moe").forward["input_ids"]
+    before = model(ids).logits.detach()
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["gate"], init_lora_weights=False))
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    got = wrapped(ids, labels=ids)
+    assert relative_error(got.logits.detach(), before) > 1e-3
+    got.loss.backward()
+    assert all(float(gate.lora_B["default"].weight.grad.abs().max()) > 0 for gate in gates)
+    merged = wrapped.merge_and_unload()
+    assert relative_error(merged(ids).logits.detach(), got.logits.detach()) < 1e-5
+
+
 def test_a_padding_mask_hides_padding() -> None:
     golden, model = load_golden("llada_moe"), load("llada_moe")
     ids = golden.forward["input_ids"][:1]

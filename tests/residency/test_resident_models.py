@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import GOLDEN
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import epoch_moe
@@ -222,6 +223,43 @@ def test_what_needs_all_experts_is_refused_by_name(resident: Any, whole: Any, tm
     assert torch.equal(logits(resident, IDS), want)
     with pytest.raises(RuntimeError, match="meta device"):
         resident.to("meta")
+
+
+def test_adapters_are_loaded_and_saved_and_half_a_checkpoint_is_not(resident: Any, whole: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    targets = ["query_key_value", "dense"]
+    wrapped = get_peft_model(whole, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    patch(whole, None)
+    want = logits(whole, IDS)
+    wrapped = PeftModel.from_pretrained(resident, tmp_path / "adapter").eval()
+    assert torch.equal(logits(resident, IDS), want)
+    wrapped.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
+        assert torch.equal(again.pop(key), value)
+    assert not again
+    for model in (wrapped, resident, resident.model):
+        state = model.state_dict()
+        assert "AbsentTensor" in repr(state) and state.keys() >= {name for name, _ in model.named_parameters()}
+        for use in (
+            lambda state: torch.save(state, tmp_path / "half.pt"),
+            lambda state: save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "half.safetensors"),
+            copy.deepcopy,
+            lambda state: {key: value.cpu() for key, value in state.items()},
+        ):
+            with pytest.raises(RuntimeError, match=r"value of \S*experts\.0\.\S* in a state_dict needs all experts"):
+                use(state)
+        assert not (tmp_path / "half.safetensors").exists()
+    with pytest.raises(RuntimeError, match="in a state_dict needs all experts"):
+        resident.save_pretrained(tmp_path / "half")
+    assert not list((tmp_path / "half").glob("*.safetensors"))
+    wrapped.unload()
+    with pytest.raises(RuntimeError, match="state_dict, and what saves it, needs all experts"):
+        resident.state_dict()
+    unpatch(resident)
+    assert not any("AbsentTensor" in repr(value) for value in resident.state_dict().values())
 
 
 def test_weights_that_are_here_can_be_loaded(resident: Any, whole: Any) -> None:

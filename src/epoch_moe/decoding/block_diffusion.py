@@ -26,7 +26,7 @@ from epoch_moe.decoding.canvas import Canvas, PromptIds, read_request
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar
+from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar, runnable
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
 from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
@@ -93,7 +93,8 @@ def generate(
             it, the block that holds the end id is completed first; the answer is the same. With editing, blocks are
             always completed.
         minimal_topk: caps `steps` at ``gen_length // minimal_topk``.
-        eos_token_id: end id or ids; default: the config's.
+        eos_token_id: end id or ids; none of them (``[]``) for answers of full length. Default: those of
+            `model.generation_config` (generation_config.json), or else the config's.
         mask_token_id: id of undecoded positions; default: the config's.
         use_cache: False runs every forward over the whole canvas up to the block, as the released loop does: the same
             forwards with more rows.
@@ -114,6 +115,7 @@ def generate(
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
     """
+    model = runnable(model)
     base, head = model_parts(model)
     config = model.config
     if is_canvas_model(config):
@@ -123,7 +125,7 @@ def generate(
         )
     vocab_size = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     settings = check_settings(
-        config,
+        model,
         vocab_size,
         gen_length=gen_length,
         block_length=block_length,

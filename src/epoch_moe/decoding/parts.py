@@ -10,6 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from epoch_moe.plan.patched import inner_model
+
+_IN_PEFT = ("XLORA", "POLY")
+"""Kinds of adapters whose weights depend on what peft's own forward passes on."""
+
 
 def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The base model and the LM head of a model that block diffusion can run."""
@@ -29,6 +34,24 @@ def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
             "diffusion: load it with attn_implementation='sdpa'"
         )
     return base, head
+
+
+def runnable(model: nn.Module) -> nn.Module:
+    """The model itself, also of one that peft wraps: a loop calls its parts, with the adapters in their layers.
+
+    Raises:
+        ValueError: an adapter that works in the forward of peft's wrapper, which would be left out.
+    """
+    for name, config in (getattr(model, "peft_config", None) or {}).items():  # type: ignore[union-attr]
+        kind = getattr(config, "peft_type", None)
+        outside = getattr(config, "is_prompt_learning", False) or getattr(kind, "value", kind) in _IN_PEFT
+        if outside or getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"adapter {name!r} is a {type(config).__name__} that works in the forward of peft's wrapper, and the "
+                "loop calls the layers inside: it would be left out. Use an adapter that lies in the layers, such as "
+                f"LoRA, or take it off with delete_adapter({name!r})"
+            )
+    return inner_model(model)
 
 
 def is_native(base: nn.Module) -> bool:

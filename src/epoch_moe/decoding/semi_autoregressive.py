@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.checks import choice, flag, id_or_config, in_vocabulary, is_list, real, whole
+from epoch_moe.checks import choice, flag, real, special_ids, whole
 from epoch_moe.decoding.canvas import PromptIds, read_request
 from epoch_moe.decoding.commit import choose_rows, transfer_schedule
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.parts import is_native, model_parts, progress_bar
+from epoch_moe.decoding.parts import is_native, model_parts, progress_bar, runnable
 from epoch_moe.decoding.settings import in_context
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
@@ -93,7 +93,8 @@ def generate_semi_autoregressive(
         remasking: what is committed first: the rows with the most probable tokens, or rows at ``"random"``.
         eos_early_stop: stop a sequence after the block in which its answer ended. The answer is the same; the released
             loop always decodes the whole canvas.
-        eos_token_id: end id or ids; default: the config's.
+        eos_token_id: end id or ids; none of them (``[]``) for answers of full length. Default: those of
+            `model.generation_config` (generation_config.json), or else the config's.
         mask_token_id: id of undecoded positions; default: the config's.
         plan: block plan of a patched model: ``"patched"`` for the configuration given to `patch`, another
             configuration, or None for dense MoE layers.
@@ -111,6 +112,7 @@ def generate_semi_autoregressive(
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
     """
+    model = runnable(model)
     base, head = model_parts(model)
     if getattr(model.config, "model_type", None) == "llada2_moe":
         raise ValueError(
@@ -119,7 +121,7 @@ def generate_semi_autoregressive(
         )
     vocab_size = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     settings = _check(
-        model.config,
+        model,
         vocab_size,
         gen_length=gen_length,
         block_length=block_length,
@@ -294,7 +296,7 @@ def add_gumbel_noise(logits_RV: Tensor, temperature: float, generator: torch.Gen
 
 
 def _check(
-    config: Any,
+    model: Any,
     vocab_size: int,
     *,
     gen_length: int,
@@ -307,8 +309,8 @@ def _check(
     eos_token_id: int | Sequence[int] | None,
     mask_token_id: int | None,
 ) -> CanvasSettings:
-    gen_length = in_context(config, "gen_length", gen_length, "slots for the answer")
-    block_length = in_context(config, "block_length", block_length, "rows of a block")
+    gen_length = in_context(model.config, "gen_length", gen_length, "slots for the answer")
+    block_length = in_context(model.config, "block_length", block_length, "rows of a block")
     steps = whole("steps", steps, "forwards for the answer", least=1)
     if gen_length % block_length:
         raise ValueError(f"gen_length={gen_length}: expected a multiple of block_length={block_length}")
@@ -317,12 +319,7 @@ def _check(
         raise ValueError(
             f"steps={steps}: expected a multiple of the number of blocks, gen_length / block_length = {blocks}"
         )
-    eos = id_or_config(config, "eos_token_id", eos_token_id)
-    eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
-    mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
-    if not eos_ids or mask_id in eos_ids:
-        raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
-    pad_id = getattr(config, "pad_token_id", None)
+    eos_ids, mask_id, pad_id = special_ids(model, vocab_size, eos_token_id, mask_token_id)
     return CanvasSettings(
         gen_length=gen_length,
         block_length=block_length,
@@ -333,5 +330,5 @@ def _check(
         eos_early_stop=flag("eos_early_stop", eos_early_stop),
         mask_id=mask_id,
         eos_ids=eos_ids,
-        pad_id=eos_ids[0] if pad_id is None else in_vocabulary("config.pad_token_id", pad_id, vocab_size),
+        pad_id=pad_id,
     )

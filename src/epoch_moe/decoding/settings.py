@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epoch_moe.checks import flag, id_or_config, in_vocabulary, is_list, real, whole
+from epoch_moe.checks import flag, in_vocabulary, real, special_ids, whole
 from epoch_moe.decoding.commit import transfer_schedule
 
 
@@ -42,7 +42,7 @@ class BlockDiffusionSettings:
 
 
 def check_settings(
-    config: Any,
+    model: Any,
     vocab_size: int,
     *,
     gen_length: int,
@@ -67,6 +67,7 @@ def check_settings(
         ValueError: an argument is out of range, or an id is neither given nor in the configuration.
         TypeError: an argument that must be a whole number is not.
     """
+    config = model.config
     gen_length = in_context(config, "gen_length", gen_length, "the number of tokens to generate")
     block_length = in_context(config, "block_length", block_length, "positions of a block; released models use 32")
     steps = whole("steps", steps, "the iterations per block", least=1)
@@ -108,17 +109,12 @@ def check_settings(
             f"block_length={block_length}: this model routes in pools of block_size={pool_rows} rows that must not "
             f"straddle blocks; use block_length={pool_rows}"
         )
-    eos = id_or_config(config, "eos_token_id", eos_token_id)
-    eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
-    mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
-    if not eos_ids or mask_id in eos_ids:
-        raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
+    eos_ids, mask_id, pad_id = special_ids(model, vocab_size, eos_token_id, mask_token_id)
     if delete_id is not None and len({delete_id, split_id, mask_id, *eos_ids}) < 3 + len(set(eos_ids)):
         raise ValueError(
             f"config.delete_token_id={delete_id}, config.split_token_id={split_id}, mask_token_id={mask_id} and "
-            f"eos_token_id={eos}: expected different ids"
+            f"eos_token_id={eos_ids}: expected different ids"
         )
-    pad_id = getattr(config, "pad_token_id", None)
     return BlockDiffusionSettings(
         gen_length=gen_length,
         block_length=block_length,
@@ -134,7 +130,7 @@ def check_settings(
         prefill_chunk=prefill_chunk,
         mask_id=mask_id,
         eos_ids=eos_ids,
-        pad_id=eos_ids[0] if pad_id is None else in_vocabulary("config.pad_token_id", pad_id, vocab_size),
+        pad_id=pad_id,
         delete_id=delete_id,
         split_id=split_id,
     )

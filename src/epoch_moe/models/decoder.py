@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
+from epoch_moe.models.generation import Generates
 from epoch_moe.models.layers import RMSNorm, attention_bias
 
 
@@ -220,11 +221,15 @@ class DiffusionDecoder(DiffusionPreTrainedModel):
         return out if return_dict else out.to_tuple()
 
 
-class DiffusionLM(DiffusionPreTrainedModel):
+class DiffusionLM(Generates, DiffusionPreTrainedModel):
     """A decoder with its LM head. Logits belong to the position they are at (no shift): it is a masked predictor."""
 
     model: DiffusionDecoder
     lm_head: nn.Linear
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config)
+        self.generation_config = GenerationConfig()  # names nothing, so that the config's ids count
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

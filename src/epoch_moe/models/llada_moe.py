@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
 from epoch_moe.experts.grouped import pick_backend, run_experts
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
+from epoch_moe.models.generation import one_prompt, released_arguments
 from epoch_moe.models.layers import RMSNorm, SwiGLU, attend, rope_tables, rotate
 from epoch_moe.models.llada_moe_config import LLaDAConfig, LLaDAMoEConfig
-from epoch_moe.routing import route
+from epoch_moe.routing import choose, router_scores
 
 __all__ = [
     "LLaDAConfig",
@@ -55,7 +57,9 @@ class LLaDAMoESparseMoeBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[B,S,H] -> [B,S,H]``."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing, _ = route(x_TH, self.gate.weight, self.expert_bias, self.spec)
+        # Called, not read: an adapter may stand in the gate's place.
+        scores = router_scores(self.gate(x_TH).float(), self.expert_bias, self.spec)
+        routing = choose(scores, self.spec, x_TH.dtype)
         stacked = self._weights.differentiable() if torch.is_grad_enabled() else self._weights.ensure()
         backend = pick_backend("auto", stacked, x_TH, routing.weights_TK)
         return run_experts(x_TH, routing.ids_TK, routing.weights_TK, stacked, backend).view(hidden_states.shape)
@@ -180,3 +184,44 @@ class LLaDAMoEModelLM(LLaDAMoEPreTrainedModel, DiffusionLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @released_arguments
+    def generate(
+        self,
+        prompt: Tensor,
+        steps: int = 128,
+        gen_length: int = 128,
+        block_length: int = 128,
+        temperature: float = 0.0,
+        cfg_scale: float = 0.0,
+        remasking: Remasking = "low_confidence",
+        mask_id: int | None = None,
+    ) -> Tensor:
+        """What the `generate` of the model card returns, by `epoch_moe.generate_semi_autoregressive`.
+
+        A patched model decodes under its plan. Arguments not listed here are those of
+        `epoch_moe.generate_semi_autoregressive`.
+
+        Args:
+            prompt: one prompt ``[1,P]``.
+            mask_id: None: the config's (the card has 156895, which released checkpoints have).
+
+        Returns:
+            ``[1, P + gen_length]`` int64: the whole canvas, the prompt in front, and also what follows an end id.
+
+        Raises:
+            TypeError, ValueError: as `epoch_moe.generate_semi_autoregressive`, and for several prompts.
+        """
+        out = generate_semi_autoregressive(
+            self,
+            one_prompt("prompt", prompt),
+            steps=steps,
+            gen_length=gen_length,
+            block_length=block_length,
+            temperature=temperature,
+            cfg_scale=cfg_scale,
+            remasking=remasking,
+            eos_token_id=[],
+            mask_token_id=mask_id,
+        )
+        return torch.cat([prompt.to(out.sequences), out.sequences], dim=1)

@@ -17,6 +17,7 @@ from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.models.checkpoint import check_keys, read_config
+from epoch_moe.models.generation import read_generation_config
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
 from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, stored_shapes
@@ -129,6 +130,7 @@ def load_model(
     register_auto_classes()
     folder = _locate(path_or_id, revision, local_files_only)
     config, lm_class = _classes(folder)
+    generation_config = read_generation_config(folder, config.vocab_size)
     headers = read_headers(folder)
     layout = _check_against_model(folder, headers, lm_class, config)
     weights_dtype = requested_dtype or _stored_dtype(folder, headers)
@@ -152,6 +154,7 @@ def load_model(
         model = load_stacked(
             folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None
         )
+    model.generation_config = generation_config
     if residency is not None:
         object.__setattr__(model, ORIGIN, Origin(folder, headers, target_device))
     if ep_group is not None or residency is not None:
@@ -174,6 +177,7 @@ class Checkpoint:
         stored: whether shapes and dtypes were read from files; False: they are what the configuration implies, in
             bf16 with an fp32 expert bias as released.
         skeleton: the model on the meta device, with one layer of each kind.
+        eos_token_id: end id or ids by default.
     """
 
     config: PretrainedConfig
@@ -183,6 +187,7 @@ class Checkpoint:
     layout: LayoutName
     stored: bool
     skeleton: nn.Module
+    eos_token_id: int | list[int] | None
 
 
 def read_checkpoint(
@@ -195,15 +200,17 @@ def read_checkpoint(
     """
     folder = _locate(path_or_id, revision, local_files_only, patterns=("*.json",))
     config, lm_class = _classes(folder)
+    eos = read_generation_config(folder, config.vocab_size).eos_token_id
+    eos = config.eos_token_id if eos is None else eos
     if any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir():
         headers = read_headers(folder)
         layout = _check_against_model(folder, headers, lm_class, config)
         shapes = {key: header.shape for key, header in headers.items()}
         dtypes = {key: header.dtype for key, header in headers.items()}
-        return Checkpoint(config, lm_class, shapes, dtypes, layout, True, _skeleton(lm_class, config)[0])
+        return Checkpoint(config, lm_class, shapes, dtypes, layout, True, _skeleton(lm_class, config)[0], eos)
     shapes = _expected_shapes(lm_class, config)
     dtypes = {key: "F32" if key.endswith("expert_bias") else "BF16" for key in shapes}
-    return Checkpoint(config, lm_class, shapes, dtypes, "per_expert", False, _skeleton(lm_class, config)[0])
+    return Checkpoint(config, lm_class, shapes, dtypes, "per_expert", False, _skeleton(lm_class, config)[0], eos)
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:

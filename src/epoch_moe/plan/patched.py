@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.views import Experts
@@ -45,3 +46,11 @@ class Patched(Protocol):
     def idle_forward(self, batch: int, rows: int) -> None:
         """Run every MoE block on rows that do not exist, for the collectives in it."""
         ...
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside a peft wrapper, whose adapters lie in its layers; any other model is returned as it is."""
+    if not any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+        return model
+    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model  # type: ignore[operator,union-attr,assignment]
+    return inner

@@ -1,0 +1,47 @@
+"""What stands in a `state_dict` for experts that are not all here: name, shape and dtype, and no values.
+
+Libraries that load or save adapters read the names in the whole model's `state_dict`. They may; but what copies,
+converts or writes such a tensor would make half a checkpoint, and gets an error that says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class AbsentTensor(Tensor):
+    """A tensor whose values are elsewhere.
+
+    Args:
+        like: gives the shape and dtype.
+        error: what every use of the values is told.
+    """
+
+    error: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, error: str) -> AbsentTensor:  # noqa: D102
+        made: AbsentTensor = Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=torch.device("meta")
+        )
+        made.error = error
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refused."""
+        raise RuntimeError(next(leaf.error for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self.error)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
