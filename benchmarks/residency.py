@@ -5,7 +5,7 @@ fast memory. Each trace says what it is:
 
   recorded   decodes of held-out problems by the tiny checkpoints in the package, with block plans of two presets
   made up    LLaDA2.0-mini's shapes, with random logits that route as was measured on released models: `statistics`
-             stands beside what was `asked`; confidences are made up too (`parts/residency_traces.py`)
+             stands beside what was `asked`; confidences are made up too (`traces/made_up.py`)
 
 Policies: retention, lru, lfu, interval (TIDE's rule), static (the favourites of another trace of the same kind),
 belady (knows the trace), belady_bound (the most hits that any placement can have), plain_lru (an LRU cache that takes
@@ -35,26 +35,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.residency_traces import KNOBS, made_up_trace, statistics
+from residency_sim import options_of, record_problems
 from routing_trace import SHAPES
 from tqdm.auto import tqdm
+from traces.made_up import KNOBS, made_up_trace, statistics
+from traces.policies import POLICIES
+from traces.simulate import BOUND, PLAIN_LRU, Replay, simulate, slots_of
+from traces.trace import Trace
 
 import epoch_moe
 from epoch_moe import EpochConfig
-from epoch_moe.decoding import is_canvas_model, loop_of
+from epoch_moe.decoding import loop_of
 from epoch_moe.outputs import output_file, write_output
 from epoch_moe.problems import generate_problems
-from epoch_moe.residency.policies import POLICIES
-from epoch_moe.residency.simulate import BOUND, PLAIN_LRU, Replay, simulate, slots_of
-from epoch_moe.residency.trace import Trace
-from epoch_moe.residency_command import record_problems
 
 BUDGETS = (0.1, 0.2, 0.4, 0.6, 1.0)
 NAMES = (*POLICIES, PLAIN_LRU, BOUND)
 HEADLINE = "llada2-mini-shapes/default/batch-1"
 REPORTED, PROFILE = 0, 1  # seeds; the policy's numbers were chosen on 7000 and 7001
 LAYERS = 4  # of made-up traces; their layers are independent draws of one distribution
-ONLINE = ("retention", "lru", "lfu", "interval", "static")
+ONLINE = ("retention", "lru")  # those that models run with
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,6 @@ QUICK = (
 )
 
 
-def options_of(config: Any) -> dict[str, Any]:
-    """How the tiny checkpoints are decoded everywhere in this repository."""
-    if is_canvas_model(config):
-        return {"gen_length": 32, "block_length": 16, "steps": 32}
-    return {"gen_length": 96, "block_length": 32, "steps": 32, "eos_early_stop": True}
-
-
 class Models:
     """The tiny checkpoints, each loaded once."""
 
@@ -142,7 +135,6 @@ def record(models: Models, cell: Recorded, problems: int, seed: int, folder: Pat
             folder / "one.trace",
             batch_size=cell.batch,
             progress=bar.update,
-            **options_of(model.config),
         )
     epoch_moe.unpatch(model)
     return trace

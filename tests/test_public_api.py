@@ -28,7 +28,6 @@ NAMES = [
     "patch",
     "patched",
     "plan_report",
-    "record_trace",
     "register_auto_classes",
     "residency_report",
     "unpatch",

@@ -27,7 +27,6 @@ _HOMES = {
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
     "plan_report": "epoch_moe.plan.inferred",
-    "record_trace": "epoch_moe.residency.trace",
     "register_auto_classes": "epoch_moe.models",
     "residency_report": "epoch_moe.residency.report",
     "unpatch": "epoch_moe.patching",
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from epoch_moe.plan.inferred import plan_report
     from epoch_moe.residency.config import ResidencyConfig
     from epoch_moe.residency.report import residency_report
-    from epoch_moe.residency.trace import record_trace
     from epoch_moe.routing import RouterSpec
 
 

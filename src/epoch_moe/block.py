@@ -158,9 +158,10 @@ class EpochMoEBlock(nn.Module):
                 "torch.no_grad(), or train without a plan"
             )
         x_RH, routing = self._route(x_TH, forward, step)
-        self._trace(forward, step.rows, routing)
         assert step.state.cache_MH is not None
         if isinstance(step.rows, PaddedRows):
+            if self.slot.listener is not None:
+                raise RuntimeError("recording was begun within a block of backend='triton': begin it between blocks")
             out_TH, counts_E = planned_lane(x_TH, step.rows, routing, self.weights.stacked, step.state.cache_MH)
             forward.counters.add_layer(self.index, step.rows.count, counts_E)
             return out_TH
@@ -221,24 +222,10 @@ class EpochMoEBlock(nn.Module):
         )
         rows_R = forward.rows_of(x_BSH) if isinstance(forward, DenseForward) else None
         if rows_R is None:
-            self._trace(forward, None, routing)
             return self._experts(x_TH, routing, forward, shared), router
         valid = Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R])
-        self._trace(forward, rows_R, valid)
         y_RH = self._experts(x_TH[rows_R], valid, forward, shared)
         return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
-
-    def _trace(
-        self,
-        forward: ForwardPlan | DenseForward | None,
-        rows: ListedRows | PaddedRows | Tensor | None,
-        routing: Routing,
-    ) -> None:
-        """Tell who listens where the layer's rows go."""
-        if self.slot.tracer is not None:
-            if isinstance(rows, PaddedRows):
-                raise RuntimeError("a trace was started within a block of backend='triton': start it between blocks")
-            self.slot.tracer.add_layer(self.index, forward, rows, routing.ids_TK, routing.weights_TK)
 
     def _gate(self) -> tuple[Tensor, Tensor | None]:
         """Router weight ``[E,H]`` and expert bias ``[E]``."""
@@ -294,9 +281,19 @@ class EpochMoEBlock(nn.Module):
         forward: ForwardPlan | DenseForward | None,
         own_rows: int,
     ) -> Tensor:
-        """The experts that are here."""
+        """``[R,H]``: the weighted sum of the experts of this rank that the rows chose.
+
+        Args:
+            x_RH, ids_RK, weights_RK: rows, their experts (int64, -1 = none or another rank's), and weights.
+            forward: under way, or None.
+            own_rows: rows of this rank that the layer computes, here and elsewhere, for the counters.
+        """
+        # Rows of other ranks arrive in an order of their own.
+        known = self.ep is None or (self.ep.layout == "replicated" and x_RH.shape[0] == own_rows)
         if isinstance(self.weights, ResidentExperts):
-            return self._run_resident(self.weights, x_RH, ids_RK, weights_RK, forward, own_rows)
+            return self._run_resident(self.weights, x_RH, ids_RK, weights_RK, forward, own_rows, known)
+        if self.slot.listener is not None:
+            self.slot.listener.observe(self.index, ids_RK, weights_RK, forward, known)
         if forward is None:
             # Outside a plan nothing has checked the storage for this forward; gradients go to the parameters.
             stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
@@ -317,14 +314,13 @@ class EpochMoEBlock(nn.Module):
         weights_RK: Tensor,
         forward: ForwardPlan | DenseForward | None,
         own_rows: int,
+        known: bool,
     ) -> Tensor:
-        """The experts that are here, some of them outside of fast memory."""
+        """`_run_local` where some experts are outside of fast memory."""
         run = torch.compiler.disable(experts.run) if torch.compiler.is_compiling() else experts.run
         if forward is not None:
             forward.counters.add_layer(self.index, own_rows, count_pairs(ids_RK, experts.num_experts))
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
-        # Rows of other ranks arrive in an order of their own.
-        known = self.ep is None or (self.ep.layout == "replicated" and x_RH.shape[0] == own_rows)
         return run(x_RH, ids_RK, weights_RK, requested, forward, known)
 
     def incomplete(self, what: str) -> RuntimeError | None:

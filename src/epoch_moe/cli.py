@@ -41,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve mixture-of-experts diffusion language models with block plans.",
     )
     import epoch_moe
-    from epoch_moe.residency_command import add_residency_sim
 
     parser.add_argument("--version", action="version", version=f"epoch-moe {epoch_moe.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -91,14 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--no-progress", action="store_true", help="no progress bar")
     compare.set_defaults(run=_compare)
 
-    def recording(command: argparse.ArgumentParser) -> None:
-        _model_options(command)
-        command.add_argument("--preset", choices=("dense", *PRESETS), default="default", help="block plan to record")
-        _plan_options(command)
-        _decoding_options(command)
-
-    residency_sim = add_residency_sim(commands, _Formatter, recording)
-    residency_sim.set_defaults(run=_residency_sim)
     return parser
 
 
@@ -338,14 +329,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     print("\n".join([*shown, "", comparison_table(result)]))
     write_json(arguments.json, result)
     return 0
-
-
-def _residency_sim(arguments: argparse.Namespace) -> int:
-    from epoch_moe.residency_command import run_residency_sim
-
-    return run_residency_sim(
-        arguments, lambda: _load(arguments), _plan(arguments), lambda config: _decoding(arguments, config)
-    )
 
 
 if __name__ == "__main__":

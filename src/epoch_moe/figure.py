@@ -1,4 +1,4 @@
-"""Pictures of a decode under a plan and of replays; needs matplotlib, so it is imported when somebody asks for it.
+"""Pictures of a decode under a plan; needs matplotlib, so it is imported when somebody asks for it.
 
 Shape suffixes: D forwards of a block, E experts, U experts shown.
 """
@@ -7,43 +7,20 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from epoch_moe.outputs import write_output
 from epoch_moe.plan.counters import Counters, Work
-from epoch_moe.residency.simulate import Replay
 
 # Okabe and Ito's palette, and cividis: told apart with any colour vision, and in print.
 BLUE, ORANGE, GREY, LIGHT = "#0072B2", "#D55E00", "#7F7F7F", "#E3E3E3"
 COLOURS = "cividis_r"
-
-
-def check_format(path: Path) -> None:
-    """Refuse a picture's file that matplotlib cannot write, before the work that it would show.
-
-    Raises:
-        ValueError: an ending that is no format of matplotlib's (a name without ending becomes PNG).
-    """
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in formats:
-        raise ValueError(f"{path}: matplotlib does not write {path.suffix!r}; use one of {', '.join(sorted(formats))}")
-
-
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a picture as `epoch_moe.outputs.write_output` does; one whose name has no ending is a PNG."""
-    data = io.BytesIO()
-    figure.savefig(data, format=path.suffix[1:].lower() or "png")
-    write_output(path, data.getvalue())
 
 
 class PlanFigure(Figure):
@@ -146,51 +123,6 @@ def _draw_experts(axes: Axes, counters: Counters, layer: int, begin: int, end: i
             axes.axvline(edge - 0.5, color="white", linewidth=0.8)
     axes.set_ylim(-0.5, 1.14 * len(shown_U) - 0.5)  # room for the legend
     axes.legend(handles=[Patch(facecolor=LIGHT, label="in the support, unused")], loc="upper center", frameon=False)
-
-
-LINES = {
-    "retention": (BLUE, "-", "o"),
-    "lru": (ORANGE, "--", "s"),
-    "plain_lru": (ORANGE, ":", "x"),
-    "lfu": ("#009E73", "--", "^"),
-    "interval": ("#CC79A7", "-.", "D"),
-    "static": (GREY, ":", "v"),
-    "belady": ("black", "--", None),
-    "belady_bound": ("black", "-", None),
-}
-
-
-def draw_replays(replays: Sequence[Replay], num_experts: int) -> PlanFigure:
-    """Hit rate, and bytes missed per forward, by budget: one line for each policy.
-
-    Args:
-        replays: of one trace (`epoch_moe.residency.simulate.simulate`).
-        num_experts: of a layer.
-    """
-    if not replays:
-        raise ValueError("there is no replay to draw")
-    figure = PlanFigure(figsize=(11, 4.2), dpi=100, layout="constrained")
-    hits, misses = figure.subplots(1, 2)
-    for name in dict.fromkeys(replay.policy for replay in replays):
-        mine = sorted((replay for replay in replays if replay.policy == name), key=lambda replay: replay.slots)
-        colour, style, marker = LINES[name]
-        budgets = [100 * replay.slots / num_experts for replay in mine]
-        how = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "label": name.replace("_", " ")}
-        hits.plot(budgets, [100 * replay.hit_rate for replay in mine], **how)
-        missed = [(replay.loaded_bytes + replay.bypass_bytes) / max(replay.forwards, 1) / 1e6 for replay in mine]
-        misses.plot(budgets, missed, **how)
-    hits.set_title("Experts found in fast memory")
-    hits.set_ylabel("hit rate (%)")
-    hits.set_ylim(0, 105)
-    misses.set_title("Experts not found there")
-    misses.set_ylabel("MB per forward")
-    misses.set_ylim(bottom=0)
-    for axes in (hits, misses):
-        axes.set_xlabel("budget (% of each layer's experts)")
-        axes.set_xlim(0, 102)
-        axes.grid(color=LIGHT, linewidth=0.8)
-    hits.legend(loc="lower right", frameon=False)
-    return figure
 
 
 def _note(axes: Axes, text: str) -> None:

@@ -81,7 +81,8 @@ class PatchState:
         """Run every MoE block on rows that do not exist, for the collectives in it."""
         for block in self.blocks.values():
             down_EHF = block.weights.stacked.down_EHF
-            block(down_EHF.new_zeros(batch, rows, down_EHF.shape[1]))
+            size = (batch, rows, down_EHF.shape[1])
+            block(torch.zeros(size, dtype=down_EHF.dtype, device=down_EHF.device))
 
     def bytes_per_expert(self) -> list[int]:
         """For each MoE layer."""
@@ -232,6 +233,7 @@ def patch(
     if residency is not None and new.blocks:
         share = None if new.ep is None else new.ep.experts
         new.residency = attach(residency, new.blocks, origin or known_origin(model), share)
+        slot.listener = new.residency.clock
     for block in new.blocks.values():
         if not block.weights.is_stacked():
             block.weights.ensure()
@@ -452,4 +454,4 @@ def _backend_of(block: EpochMoEBlock, requested: Backend) -> Backend:
     """How a block's experts would be computed; an impossible request is refused."""
     if not isinstance(block.weights, ResidentExperts):
         return pick_backend(requested, block.weights.ensure())
-    return pick_segments(requested, block.weights.slots)
+    return pick_segments(requested, block.weights.fast)

@@ -1,4 +1,4 @@
-"""Demands: sums over pairs, and the classes of a plan's rows."""
+"""Demands: sums over pairs, and the classes of a forward's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from demands import demand_of
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.residency.demand import RowClass, classes_of, dense_demand, planned_demand
+from epoch_moe.plan.slot import DenseForward
+from epoch_moe.residency.clock import Clock
+from epoch_moe.residency.demand import RowClass
+from epoch_moe.residency.policies import LRU
 
 L, N, S, C, O = RowClass.LIVE, RowClass.NEW, RowClass.STABLE, RowClass.COMMIT, RowClass.OTHER  # noqa: E741
 MASK = 0
@@ -17,12 +20,9 @@ MASK = 0
 
 def test_sums_are_those_of_a_loop() -> None:
     ids = torch.randint(-1, 5, (9, 3), generator=torch.Generator().manual_seed(3))
-    weights = torch.rand(9, 3)
-    demand = demand_of(ids, 0, 6, weights_RK=weights)
+    demand = demand_of(ids, 0, 6)
     for expert in range(6):
         assert int(demand.counts_E[expert]) == sum(i == expert for i in ids.flatten().tolist())
-        mine = [w for i, w in zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True) if i == expert]
-        assert float(demand.weight_E[expert]) == pytest.approx(sum(mine))
     assert demand.experts == sorted({i for i in ids.flatten().tolist() if i >= 0})
 
 
@@ -41,7 +41,7 @@ def classes(forwards: list[list[int]], lead: int = 0, config: EpochConfig | None
         **({"batch": 1, "window": len(forwards[-1]), "prefix": 0, "prefix_constant": True} | block),
         counters=Counters(2, [1, 1]),
     )
-    seen = []
+    seen, clock = [], Clock(LRU(2, 100), 2, 100)
     for number, ids in enumerate(forwards):
         forward = plan.next_forward(
             torch.tensor([ids]),
@@ -53,10 +53,9 @@ def classes(forwards: list[list[int]], lead: int = 0, config: EpochConfig | None
         )
         rows = forward.rows
         ids_RK = torch.arange(rows.num_fresh).unsqueeze(1)
-        demand = planned_demand(forward, rows, 1, 7, ids_RK, torch.ones(ids_RK.shape), 100)
-        assert (demand.layer, demand.forward, demand.cold) == (1, 7, number == 0)
-        assert demand.class_R.tolist() == classes_of(forward, rows).tolist()
-        seen.append((demand.row_R.tolist(), demand.class_R.tolist(), demand.to_refresh, demand.slot_R.tolist()))
+        demand = clock.observe(1, ids_RK, torch.ones(ids_RK.shape), forward)
+        assert (demand.layer, demand.forward, demand.cold) == (1, number + 1, number == 0)
+        seen.append((demand.row_R.tolist(), demand.class_R.tolist(), demand.to_refresh, demand.window_R.tolist()))
         plan.complete(forward)
     return seen
 
@@ -89,6 +88,23 @@ def test_prefix_and_future_rows() -> None:
     assert drifting[0][1] == drifting[1][1] == [S, L, O]
 
 
-def test_dense_rows_come_back_every_time() -> None:
-    demand = dense_demand(0, 3, torch.tensor([[1], [2]]), torch.ones(2, 1), 4, row_R=torch.tensor([0, 5]), seq_len=4)
-    assert demand.class_R.tolist() == [O, O] and demand.slot_R.tolist() == [0, 5] and demand.to_refresh is None
+def test_rows_without_a_plan_come_back_every_time() -> None:
+    clock, ids = Clock(LRU(1, 4), 1, 4), torch.tensor([[1], [2]])
+    exist = torch.tensor([[True, False, False, False], [False, True, False, False]])
+    forward = DenseForward(Counters(1, [1]), exist.shape, exist)
+    demand = clock.observe(0, ids, torch.ones(2, 1), forward)
+    assert demand.row_R.tolist() == demand.window_R.tolist() == [0, 5]
+    assert demand.class_R.tolist() == [O, O] and demand.to_refresh is None
+    # Other ranks' rows: how many there are is all that is known.
+    demand = clock.observe(0, ids, torch.ones(2, 1), forward, known_rows=False)
+    assert demand.row_R.tolist() == demand.window_R.tolist() == [-1, -1] and demand.class_R.tolist() == [O, O]
+
+
+def test_forwards_are_told_apart_by_the_order_of_their_layers_where_nothing_else_does() -> None:
+    clock = Clock(LRU(2, 4), 2, 4)
+    numbers, cold = [], []
+    for layer, rows in ((0, 2), (1, 2), (0, 2), (1, 2), (0, 3)):
+        demand = clock.observe(layer, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1), None)
+        numbers.append(demand.forward)
+        cold.append(demand.cold)
+    assert numbers == [1, 1, 2, 2, 3] and cold == [True, False, False, False, True]

@@ -7,16 +7,17 @@ import torch
 from demands import demand_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces.policies import make_policy
+from traces.simulate import Placement
 
 from epoch_moe.residency.placement import NOT_HERE, LayerPlacement, PlacementCounts
-from epoch_moe.residency.policies import make_policy
 
 EXPERTS = 7
 ONLINE = ("retention", "lru", "lfu", "interval", "static")
 
 
-def always(expert: int, rows: int, reuse: float) -> str:
-    return "load"
+def always(rows: int, reuse: float) -> bool:
+    return True
 
 
 @settings(max_examples=150, deadline=None)
@@ -36,14 +37,14 @@ def test_every_step_keeps_its_promises(
     if name == "profile":
         name, options["profile_LE"] = "static", torch.arange(EXPERTS)[None] % 3
     policy = make_policy(name, 1, EXPERTS, slots, **options)
-    placement = LayerPlacement(slots, EXPERTS)
-    computes = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(seed)) < 0.3
+    placement = Placement(slots, EXPERTS)
+    draw = torch.Generator().manual_seed(seed)
     content: dict[int, int] = {}  # slot -> expert, kept by the steps alone
     for number, needed in enumerate(passes):
         demand = demand_of(sorted(needed), number, EXPERTS)
         policy.observe(demand)
         before = dict(content)
-        steps = placement.plan(demand, policy, lambda e, rows, reuse: "compute" if computes[e] else "load")
+        steps = placement.plan(demand, policy, lambda rows, reuse: float(torch.rand(1, generator=draw)) > 0.3)
         for expert, slot, evicted in steps.loads:
             assert 0 <= slot < slots
             assert before.get(slot, NOT_HERE) == evicted
@@ -94,9 +95,9 @@ def test_the_cost_rule_hears_of_rows_and_reuse_and_can_refuse_a_load() -> None:
     for number, ids in enumerate([[[0], [0]], [[1], [2]]]):
         demand = demand_of(ids, number, 3)
         policy.observe(demand)
-        steps = placement.plan(demand, policy, lambda *what: asked.append(what) or "compute")
-    assert [what[:2] for what in asked] == [(0, 2), (1, 1), (2, 1)]
-    assert asked[0][2] == 100.0 and asked[1][2] == pytest.approx(1.0)  # used in 1 of 1 forwards, in 1 of 2
+        steps = placement.plan(demand, policy, lambda *what: bool(asked.append(what)))
+    assert [rows for rows, _ in asked] == [2, 1, 1]
+    assert asked[0][1] == 100.0 and asked[1][1] == pytest.approx(1.0)  # used in 1 of 1 forwards, in 1 of 2
     assert steps.loads == [] and steps.bypass == [1, 2] and placement.resident == []
 
 

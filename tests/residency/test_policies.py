@@ -9,18 +9,18 @@ from functools import cache
 import pytest
 import torch
 from demands import demand_of
+from traces.policies import POLICIES, make_policy, next_uses
+from traces.simulate import Placement, bound_counts
 
+from epoch_moe.residency import policies
 from epoch_moe.residency.demand import RowClass
-from epoch_moe.residency.placement import LayerPlacement
-from epoch_moe.residency.policies import POLICIES, make_policy, next_uses
 from epoch_moe.residency.retention import KEPT, Retention
-from epoch_moe.residency.simulate import bound_counts
 
 EXPERTS = 6
 
 
-def always(expert: int, rows: int, reuse: float) -> str:
-    return "load"
+def always(rows: int, reuse: float) -> bool:
+    return True
 
 
 def random_passes(seed: int, length: int = 12, most: int = 3) -> list[list[int]]:
@@ -30,7 +30,7 @@ def random_passes(seed: int, length: int = 12, most: int = 3) -> list[list[int]]
 
 def replay(policy: object, passes: list[list[int]], slots: int) -> list[tuple[set[int], set[int]]]:
     """Residents and hits of each pass, as the placement has them after it."""
-    placement, seen = LayerPlacement(slots, EXPERTS), []
+    placement, seen = Placement(slots, EXPERTS), []
     for number, needed in enumerate(passes):
         demand = demand_of(needed, number, EXPERTS)
         policy.observe(demand)
@@ -69,7 +69,7 @@ def test_lru_and_lfu_keep_what_their_rules_say(name: str, slots: int) -> None:
 
 
 def test_interval_moves_at_refreshes_only_and_takes_the_experts_with_most_rows() -> None:
-    policy, placement = make_policy("interval", 1, EXPERTS, 2, interval=3), LayerPlacement(2, EXPERTS)
+    policy, placement = make_policy("interval", 1, EXPERTS, 2, interval=3), Placement(2, EXPERTS)
     passes = [
         (True, [0, 0, 0, 1, 2, 2]),  # first block: every forward refreshes
         (False, [3, 3, 4]),
@@ -146,6 +146,8 @@ def test_next_uses_are_the_first_from_each_pass_on() -> None:
 def test_unknown_policies_and_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="policy='mru': expected one of retention, lru"):
         make_policy("mru", 1, 4, 2)
+    with pytest.raises(ValueError, match="policy='lfu': expected 'retention' or 'lru'"):
+        policies.make_policy("lfu", 1, 4)
     with pytest.raises(ValueError, match="slots=5"):
         make_policy("lru", 1, 4, 5)
     with pytest.raises(ValueError, match="interval=0"):
@@ -158,7 +160,7 @@ def test_unknown_policies_and_numbers_are_refused() -> None:
 
 
 def retention(**options: float) -> Retention:
-    return Retention(1, EXPERTS, 3, **options)
+    return Retention(1, EXPERTS, **options)
 
 
 def expected_uses(policy: Retention) -> torch.Tensor:
@@ -235,7 +237,7 @@ def test_lead_rows_leave_no_trace_in_the_window() -> None:
     # Two sequences of one lead row and two window rows: flat rows 1, 2, 4 and 5 are places 0 to 3.
     policy = retention()
     demand = demand_of([[0], [1], [2], [3], [4], [5]], 0, EXPERTS, seq_len=3, lead=1)
-    assert demand.slot_R.tolist() == [-1, 0, 1, -1, 2, 3]
+    assert demand.window_R.tolist() == [-1, 0, 1, -1, 2, 3]
     policy.observe(demand)
     policy.end_forward(torch.tensor([0.0, 0.15, 0.25, 0.0, 0.35, float("nan")]))
     assert policy._commits._known.tolist() == [1, 2, 3, 10]
@@ -258,7 +260,7 @@ def test_without_confidences_live_rows_are_committed_at_the_rate_seen() -> None:
 
 def test_ids_below_zero_are_no_experts_and_unknown_rows_are_counted_only() -> None:
     for name in ("retention", "lru", "lfu", "interval", "static"):
-        policy, placement = make_policy(name, 1, EXPERTS, 2), LayerPlacement(2, EXPERTS)
+        policy, placement = make_policy(name, 1, EXPERTS, 2), Placement(2, EXPERTS)
         for number in range(3):
             demand = demand_of([[0, -1], [-1, -1], [-1, 3]], number, EXPERTS, row_R=torch.tensor([0, -1, -1]))
             policy.observe(demand)

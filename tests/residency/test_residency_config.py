@@ -27,7 +27,8 @@ def test_what_is_neither_is_refused_with_its_value(budget: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"policy": "belady"}, {"miss": "skip"}, {"tier": "ssd"}, {"drop_cache": 1}, {"source": 3}]
+    "changes",
+    [{"policy": "belady"}, {"policy": "lfu"}, {"miss": "skip"}, {"tier": "ssd"}, {"drop_cache": 1}, {"source": 3}],
 )
 def test_other_fields_are_checked(changes: dict[str, object]) -> None:
     (name, value), = changes.items()

@@ -21,23 +21,23 @@ def test_few_rows_stay_with_the_host_unless_the_expert_comes_back() -> None:
     fast_host = Costs(
         expert_bytes=6_000_000, flops_per_row=6_000_000, disk=None, link=20e9, host_bytes=60e9, host_flops=200e9
     )
-    assert fast_host.decide(1, 0.0) == "compute"  # 0.1 ms against 0.3
-    assert fast_host.decide(1, 1.0) == "compute"  # 0.15
-    assert fast_host.decide(1, 2.0) == "load"  # 0.1
-    assert fast_host.decide(9, 0.0) == "compute"  # 0.27 ms of arithmetic
-    assert fast_host.decide(10, 0.0) == "load"
-    assert GPU.decide(1, 0.0) == "load"
+    assert not fast_host.worth_loading(1, 0.0)  # 0.1 ms against 0.3
+    assert not fast_host.worth_loading(1, 1.0)  # 0.15
+    assert fast_host.worth_loading(1, 2.0)  # 0.1
+    assert not fast_host.worth_loading(9, 0.0)  # 0.27 ms of arithmetic
+    assert fast_host.worth_loading(10, 0.0)
+    assert GPU.worth_loading(1, 0.0)
 
 
 def test_the_user_may_decide() -> None:
-    assert GPU.decide(1, 0.0, "compute") == "compute"
-    assert GPU.decide(10_000, 9.0, "compute") == "compute"
-    assert Costs(1, 1, None, 1.0, 1e12, 1e12).decide(1, 0.0, "load") == "load"
+    assert not GPU.worth_loading(1, 0.0, "compute")
+    assert not GPU.worth_loading(10_000, 9.0, "compute")
+    assert Costs(1, 1, None, 1.0, 1e12, 1e12).worth_loading(1, 0.0, "load")
 
 
 def test_without_a_link_loading_costs_nothing() -> None:
     cpu = Costs(expert_bytes=6_000_000, flops_per_row=6_000_000, disk=1e9, link=None, host_bytes=1e12, host_flops=1e15)
-    assert cpu.decide(1, 0.0) == "load"
+    assert cpu.worth_loading(1, 0.0)
     assert "1.00 GB/s" in cpu.explain() and "6.00 MB" in cpu.explain()
 
 

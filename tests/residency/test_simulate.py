@@ -7,11 +7,9 @@ import random
 import pytest
 import torch
 from demands import demand_of
-
-from epoch_moe.residency.placement import LayerPlacement
-from epoch_moe.residency.policies import POLICIES, make_policy
-from epoch_moe.residency.simulate import BOUND, PLAIN_LRU, plain_lru_counts, simulate, slots_of
-from epoch_moe.residency.trace import Trace, TraceForward
+from traces.policies import POLICIES, make_policy
+from traces.simulate import BOUND, PLAIN_LRU, Placement, plain_lru_counts, simulate, slots_of
+from traces.trace import Trace, TraceForward
 
 EXPERTS, LAYERS = 8, 2
 
@@ -36,11 +34,11 @@ def test_a_replay_is_what_policy_and_placement_do() -> None:
     trace = random_trace(0)
     for replay in simulate(trace, ["retention", "lru", "interval"], [2, 5]):
         policy = make_policy(replay.policy, LAYERS, EXPERTS, replay.slots)
-        layers = [LayerPlacement(replay.slots, EXPERTS) for _ in range(LAYERS)]
+        layers = [Placement(replay.slots, EXPERTS) for _ in range(LAYERS)]
         for forward in trace.forwards:
             for demand in forward.demands:
                 policy.observe(demand)
-                for move in layers[demand.layer].plan(demand, policy, lambda *_: "load").swaps:
+                for move in layers[demand.layer].plan(demand, policy, lambda *_: True).swaps:
                     layers[demand.layer].swap(move)
             policy.end_forward(forward.confidence_T, forward.live_T)
         assert replay.per_layer == tuple(layer.counts for layer in layers)
@@ -74,7 +72,7 @@ def test_confidences_and_the_cost_rule_reach_the_replay() -> None:
     trace = random_trace(4)
     with_them, without = (simulate(trace, ["retention"], [3], confidences=c)[0] for c in (True, False))
     assert with_them.counts != without.counts
-    refused = simulate(trace, ["lru"], [3], decide=lambda *_: "compute")[0]
+    refused = simulate(trace, ["lru"], [3], worth_loading=lambda *_: False)[0]
     assert refused.counts.loads == refused.counts.hits == 0
 
 

@@ -63,8 +63,8 @@ class Stacked:
     @property
     def bytes_per_expert(self) -> int:
         """Bytes that one active expert makes a forward read."""
-        per = self.gate_up_E2FH[0].numel() + self.down_EHF[0].numel()
-        return per * self.gate_up_E2FH.element_size()
+        _, hidden, inner = self.down_EHF.shape
+        return 3 * hidden * inner * self.down_EHF.element_size()
 
 
 class ExpertWeights:

@@ -79,10 +79,12 @@ def check_capture(context: BlockPlanContext, patched: Patched, *, on_gpu: bool) 
         raise RuntimeError(f"capture: CUDA graphs need a GPU, and the experts are on {device}: run without capture")
     if patched.ep is not None:
         raise RuntimeError("capture: the experts are on several ranks, whose exchanges have other sizes every time")
-    if patched.residency is not None:
-        raise RuntimeError("capture: experts come and go between the tiers of a residency: run without capture")
-    if context.counters.recorder is not None or patched.slot.tracer is not None:
-        raise RuntimeError("capture: a record of experts (record=True, or a trace) reads every forward: omit it")
+    if patched.slot.listener is not None:
+        raise RuntimeError(
+            "capture: experts come and go between the tiers of a residency, or are being recorded: run without capture"
+        )
+    if context.counters.recorder is not None:
+        raise RuntimeError("capture: a record of experts (record=True) reads every forward: omit it")
 
 
 @dataclass(frozen=True)

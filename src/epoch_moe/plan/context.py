@@ -99,9 +99,8 @@ class BlockPlanContext:
         if not self.holds:
             self._patched.slot.release(self._open)
         if self.config is not None:
-            # A trace is made of lists, and so is what experts outside of fast memory are chosen by.
-            listed = self._patched.slot.tracer is not None or self._patched.residency is not None
-            alone = self._patched.ep is None and not listed
+            # Experts outside of fast memory are chosen by lists of rows.
+            alone = self._patched.ep is None and self._patched.slot.listener is None
             compact = compact_for(self.config, layers) if alone else None
             kept, shape = self._kept, (batch, window, prefix, prefix_constant, future)
             if kept is not None and shape in kept and kept[shape].compact is compact:
@@ -400,7 +399,7 @@ class BlockPlanContext:
                 tensor(name, mask, torch.bool, (batch, length))
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """Tell who listens what the decoder thought of each row of the forward that has just ended.
+        """The forward that was run last has ended: hand on what the decoder thought of each of its rows.
 
         Experts outside of fast memory are chosen by it (`epoch_moe.residency`); a plan makes nothing of it.
 
@@ -409,10 +408,8 @@ class BlockPlanContext:
         """
         if confidence_BS is not None:
             tensor("confidence_BS", confidence_BS, FLOAT_DTYPES, ("sequences", "rows"))
-        if self._patched.residency is not None and self._latest is not None:
-            self._patched.residency.end_forward(self._latest, confidence_BS)
-        if self._patched.slot.tracer is not None and self._latest is not None:
-            self._patched.slot.tracer.end_iteration(self._latest, confidence_BS)
+        if self._patched.slot.listener is not None and self._latest is not None:
+            self._patched.slot.listener.end_forward(self._latest, confidence_BS)
 
     def count_lm_head(self, rows: int) -> None:
         """Count rows that went through the LM head."""

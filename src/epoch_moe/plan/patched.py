@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.plan.slot import PlanSlot
 
-if TYPE_CHECKING:
-    from epoch_moe.residency.state import Residency
-
 
 class Patched(Protocol):
     """What `epoch_moe.patch` leaves on a model under ``_epoch_moe``."""
@@ -23,7 +20,6 @@ class Patched(Protocol):
     slot: PlanSlot
     config: EpochConfig | None
     ep: ExpertParallel | None
-    residency: Residency | None
 
     @property
     def routing_block(self) -> int | None:

@@ -6,6 +6,7 @@ Shape suffixes: B sequences, S rows per sequence, T = B x S, R rows that exist, 
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.packed import ListedRows
 
 
 class DenseForward:
@@ -64,29 +64,30 @@ class DenseForward:
         return self.valid_BS if x_BSH.shape[:2] == self.shape else None
 
 
-class Tracer(Protocol):
-    """Listens to the routing of a model's forwards (`epoch_moe.residency.trace.TraceRecorder`)."""
+class Listener(Protocol):
+    """Who learns what the forwards of a model ask of its experts (`epoch_moe.residency.clock.Clock`)."""
 
-    def add_layer(
+    def observe(
         self,
         layer: int,
-        forward: ForwardPlan | DenseForward | None,
-        rows: ListedRows | Tensor | None,
         ids_RK: Tensor,
         weights_RK: Tensor,
-    ) -> None:
+        forward: ForwardPlan | DenseForward | None,
+        known_rows: bool = True,
+    ) -> Any:
         """What one layer routes to.
 
         Args:
             layer: its place among the MoE layers.
+            ids_RK: int64, experts of the rows that go through them.
+            weights_RK: their routing weights.
             forward: under way; None: the model's own function, without a context.
-            rows: which rows these are: a plan's, flat rows ``[R]``, or None = all in order.
-            ids_RK, weights_RK: their experts and weights.
+            known_rows: the rows are those of ``forward``, and not another rank's.
         """
         ...
 
-    def end_iteration(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
-        """What the decoder thought of each row of a forward that has ended."""
+    def end_forward(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
+        """A forward has ended, and what the decoder thought of each of its rows: fp32, NaN = nothing."""
         ...
 
 
@@ -117,10 +118,11 @@ class PlanSlot:
     own `Hold`, wherever it is looked at. Copies and pickles come out empty.
 
     Attributes:
-        tracer: is told what every layer routes to and what the decoder thought of it; None = nobody listens.
+        listener: is told what every layer routes to and what the decoder thought of it, which takes rows in lists;
+            None = nobody listens.
     """
 
-    tracer: Tracer | None = None
+    listener: Listener | None = None
 
     def __init__(self) -> None:
         self._local = threading.local()  # not a ContextVar, which torch.compile cannot trace
@@ -212,7 +214,9 @@ class PlanSlot:
         self._closed = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
-        return PlanSlot()
+        new = PlanSlot()
+        new.listener = copy.deepcopy(self.listener, memo)  # fast memory of the model's copy is its own
+        return new
 
     def __reduce__(self) -> tuple[type[PlanSlot], tuple[()]]:
         return PlanSlot, ()

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.config import ResidencyConfig, slots_per_layer
 from epoch_moe.residency.experts import ResidentExperts
+from epoch_moe.residency.loader import Loader
+from epoch_moe.residency.policies import make_policy
 from epoch_moe.residency.sources import (
     ExpertSource,
     FileSource,
@@ -117,31 +121,34 @@ def attach(
     bytes_each = [3 * inner * hidden * layer.dtype.itemsize for layer in layers]
     buffers = 2 * max(bytes_each)
     slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)  # before files are read
-    staging = Staging(inner, hidden)
+    loader = Loader(inner, hidden, config.miss)
     named = config.source is not None and (origin is None or not origin.verified)
     if named:
         origin = read_origin(Path(str(config.source)))
     if origin is not None:
-        _find(layers, origin, range(num_experts) if experts is None else experts, staging, config, named)
+        _find(layers, origin, range(num_experts) if experts is None else experts, loader.staging, config, named)
     converted = {
         layer.source.dtype for layer in layers
         if isinstance(layer.source, FileSource) and layer.source.dtype != layer.dtype
     }  # fmt: skip
     buffers += sum(3 * inner * hidden * stored.itemsize for stored in converted)
     slots_L = slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)
-    state = Residency(config, len(layers), num_experts, slots_L)
+    policy = make_policy(config.policy, len(layers), num_experts)
+    state = Residency(config, Clock(policy, len(layers), num_experts), loader)
     in_memory = origin is None or not origin.verified
     host = _on_host(config, layers, sum(bytes_each) * num_experts)
     try:
         for index, (layer, slots) in enumerate(zip(layers, slots_L, strict=True)):
-            source = _source(state, index, layer, host, staging, config)
+            source = _source(state, index, layer, host)
+            name = f"{layer.path} (MoE layer {index})"
             one = ResidentExperts(
-                state, index, f"{layer.path} (MoE layer {index})", layer.whole, source, slots, layer.dtype, layer.device
+                index, name, layer.whole, source, slots, layer.dtype, layer.device, policy, state.clock, loader
             )
             state.layers.append(one)
             if in_memory:
                 one.take_parameters()
-        state.measure()
+        first = state.layers[0]
+        loader.measure(first.source, num_experts, layers[0].dtype, first.device)
     except BaseException:
         for one in state.layers:
             if one.kept is not None:
@@ -165,7 +172,7 @@ def detach(state: Residency, blocks: Sequence[Block]) -> None:
         ResidencyError: they cannot be read; everything is as it was.
     """
     back: list[ResidentExperts] = []
-    with state.turn():
+    with state.clock.turn():
         try:
             for layer in state.layers:
                 layer.give_back(layer.read_all())
@@ -253,26 +260,13 @@ def _on_host(config: ResidencyConfig, layers: Sequence[_Layer], total: int) -> b
         return config.tier == "host"
     if all(layer.device.type == "cpu" for layer in layers):
         return False
-    return total <= _HOST_SHARE * _free_memory()
+    return bool(total <= _HOST_SHARE * psutil.virtual_memory().available)
 
 
-def _free_memory() -> int:
-    """Bytes of main memory that can be had without pushing others out."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _source(
-    state: Residency, index: int, layer: _Layer, host: bool, staging: Staging, config: ResidencyConfig
-) -> ExpertSource:
+def _source(state: Residency, index: int, layer: _Layer, host: bool) -> ExpertSource:
     """Where this layer's experts lie from now on."""
     if not host:
-        return layer.source or _spill(state, index, layer, staging, config)
+        return layer.source or _spill(state, index, layer)
     num_experts, inner, hidden = layer.whole.layout.sizes()
     pinned = layer.device.type == "cuda"
     with torch.inference_mode(False), torch.no_grad():
@@ -288,8 +282,9 @@ def _source(
     return HostSource(gate_up, down)
 
 
-def _spill(state: Residency, index: int, layer: _Layer, staging: Staging, config: ResidencyConfig) -> FileSource:
+def _spill(state: Residency, index: int, layer: _Layer) -> FileSource:
     """Write a layer's experts to a temporary safetensors file in the fused layout."""
+    config = state.config
     folder = Path(tempfile.gettempdir() if config.spill_dir is None else config.spill_dir)
     stacked = layer.whole.ensure()
     named = {"layer.w1": stacked.gate_up_E2FH, "layer.w2": stacked.down_EHF}
@@ -314,7 +309,7 @@ def _spill(state: Residency, index: int, layer: _Layer, staging: Staging, config
     num_experts, inner, hidden = layer.whole.layout.sizes()
     found = find_parts(opened.headers, {opened.path.name: opened}, "layer", range(num_experts), inner, hidden)
     assert found is not None
-    return FileSource(*found, staging)
+    return FileSource(*found, state.loader.staging)
 
 
 def _write(file: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -13,8 +13,7 @@ from epoch_moe.checks import MOST, choice, flag, instance, wrong
 
 Miss = Literal["auto", "load", "compute"]
 Tier = Literal["auto", "host", "disk"]
-POLICIES = ("retention", "lru", "lfu", "interval", "static")
-"""Policies that can run; `belady` needs the future and exists for recorded traces only."""
+POLICIES = ("retention", "lru")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -28,7 +27,7 @@ class ResidencyConfig:
         budget: fast memory for routed experts. A share in (0, 1] of each layer's experts (0.4, or ``"40%"``), rounded
             down to whole experts; or bytes for all layers together, as an integer or as text (``"2GB"``, ``"1.5GiB"``).
             Bytes include the scratch buffers that experts pass through which are not kept; a share does not.
-        policy: who stays: ``"retention"`` (predicted reuse), ``"lru"``, ``"lfu"``, ``"interval"`` or ``"static"``.
+        policy: who stays: ``"retention"`` (predicted reuse) or ``"lru"`` (used last).
         source: folder of a checkpoint that holds the same experts. None: the one that the model was loaded from, where
             it is known and its experts are the model's bit for bit; otherwise they are written to a temporary file.
         spill_dir: folder of that file; None: the system's folder for temporary files.

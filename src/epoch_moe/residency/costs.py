@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,8 @@ class Costs:
         """One expert from main memory to the device; 0 where they are the same."""
         return 0.0 if self.link is None else self.expert_bytes / self.link
 
-    def decide(self, rows: int, reuse: float, miss: Miss = "auto") -> Literal["load", "compute"]:
-        """What to do with a missing expert.
+    def worth_loading(self, rows: int, reuse: float, miss: Miss = "auto") -> bool:
+        """Whether a missing expert is moved into a slot, rather than computed where it lies.
 
         Args:
             rows: that need it now.
@@ -61,8 +61,8 @@ class Costs:
             miss: `ResidencyConfig.miss`.
         """
         if miss != "auto":
-            return miss
-        return "load" if self.move_seconds() / (1.0 + max(reuse, 0.0)) <= self.host_seconds(rows) else "compute"
+            return miss == "load"
+        return self.move_seconds() / (1.0 + max(reuse, 0.0)) <= self.host_seconds(rows)
 
     def as_dict(self) -> dict[str, Any]:
         """The constants."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,35 +87,56 @@ class Demand:
         return torch.bincount(ids_P[ids_P >= 0], minlength=self.num_experts)
 
     @cached_property
-    def weight_E(self) -> Tensor:
-        """fp64, routing weight of each expert, summed over rows."""
-        ids_P, weights_P = self.ids_RK.reshape(-1), self.weights_RK.reshape(-1)
-        total_E = torch.zeros(self.num_experts, dtype=torch.float64)
-        return total_E.index_add_(0, ids_P[ids_P >= 0], weights_P[ids_P >= 0].double())
-
-    @cached_property
     def experts(self) -> list[int]:
         """Experts with at least one pair, ascending."""
         found: list[int] = self.counts_E.nonzero().squeeze(1).tolist()
         return found
 
     @cached_property
-    def slot_R(self) -> Tensor:
-        """int64, each row's place in the windows of all sequences, the same in every forward of a block; -1 = none."""
+    def window_R(self) -> Tensor:
+        """int64, each row's number in the windows of all sequences, the same in all forwards of a block; -1 = none."""
         if self.seq_len is None:
             return self.row_R
         sequence_R, position_R = self.row_R // self.seq_len, self.row_R % self.seq_len
-        slot_R = sequence_R * (self.seq_len - self.lead) + position_R - self.lead
-        return slot_R.masked_fill((self.row_R < 0) | (position_R < self.lead), -1)
+        window_R = sequence_R * (self.seq_len - self.lead) + position_R - self.lead
+        return window_R.masked_fill((self.row_R < 0) | (position_R < self.lead), -1)
 
 
-def classes_of(forward: ForwardPlan, rows: ListedRows) -> Tensor:
-    """``[R]`` int8 `RowClass` of the fresh rows of a forward under a plan, on the plan's device.
+def rows_of(forward: ForwardPlan | DenseForward | None, num_rows: int) -> dict[str, Any]:
+    """The rows that a layer computes in a forward, as fields of `Demand`: ``row_R`` to ``lead``.
 
     Args:
-        forward: the forward.
-        rows: what a layer does in it (`LayerStep.rows`): a layer that fell back has more fresh rows than the others.
+        forward: under way; None: nobody said which one.
+        num_rows: R, by which the rows of a plan are found, as layers that fell back compute more.
+            Rows that are not found are numbered in order, and all of them come back on every forward.
     """
+    if isinstance(forward, DenseForward):
+        return {
+            "row_R": forward.valid_R.cpu() if forward.valid_R is not None and forward.num_rows == num_rows
+            else torch.arange(num_rows),
+            "class_R": _dense_classes(forward, num_rows),
+            "to_refresh": None,
+            "seq_len": forward.shape[-1],
+            "lead": forward.lead,
+        }  # fmt: skip
+    if forward is not None:
+        plans = [rows for rows in (forward.rows, forward._full_rows) if isinstance(rows, ListedRows)]
+        rows = next((rows for rows in plans if rows.num_fresh == num_rows), None)
+        if rows is not None:
+            interval = forward.config.refresh_interval
+            return {
+                "row_R": rows.fresh_R.cpu(),
+                "class_R": _planned_classes(forward, rows).cpu(),
+                "to_refresh": None if interval is None else interval - forward.number % interval,
+                "seq_len": forward.ids_BS.shape[1],
+                "lead": forward.lead,
+            }
+    class_R = torch.full((num_rows,), RowClass.OTHER, dtype=torch.int8)
+    return {"row_R": torch.arange(num_rows), "class_R": class_R, "to_refresh": None}
+
+
+def _planned_classes(forward: ForwardPlan, rows: ListedRows) -> Tensor:
+    """``[R]`` int8 `RowClass` of the fresh rows of a forward under a plan, on the plan's device."""
     classes = forward.classes
 
     def fresh(mask_T: Tensor) -> Tensor:
@@ -131,13 +153,8 @@ def classes_of(forward: ForwardPlan, rows: ListedRows) -> Tensor:
     return class_R
 
 
-def dense_classes_of(forward: DenseForward, num_rows: int) -> Tensor:
-    """``[R]`` int8 `RowClass`, on the host, of a forward without a plan: rows that come back do so on every forward.
-
-    Args:
-        forward: the forward.
-        num_rows: R: all of its rows, or those that exist.
-    """
+def _dense_classes(forward: DenseForward, num_rows: int) -> Tensor:
+    """``[R]`` int8 `RowClass` of a forward without a plan, or of its rows that exist: what comes back always does."""
     if forward.once:
         return torch.full((num_rows,), RowClass.COMMIT, dtype=torch.int8)
     class_BS = torch.full(forward.shape, RowClass.OTHER, dtype=torch.int8)
@@ -151,82 +168,3 @@ def dense_classes_of(forward: DenseForward, num_rows: int) -> Tensor:
 def live_rows(forward: ForwardPlan) -> Tensor:
     """``[T]`` bool, on the host: the rows of a forward that are live; its lead rows are not."""
     return forward.classes.live_T.cpu()
-
-
-def forwards_to_refresh(forward: ForwardPlan) -> int | None:
-    """Forwards until the next refresh of a plan, see `Demand.to_refresh`."""
-    interval = forward.config.refresh_interval
-    return None if interval is None else interval - forward.number % interval
-
-
-def planned_demand(
-    forward: ForwardPlan,
-    rows: ListedRows,
-    layer: int,
-    number: int,
-    ids_RK: Tensor,
-    weights_RK: Tensor,
-    num_experts: int,
-    class_R: Tensor | None = None,
-) -> Demand:
-    """The demand of a layer under a plan.
-
-    Args:
-        forward, rows: as for `classes_of`.
-        layer, number: `Demand.layer`, `Demand.forward`.
-        ids_RK, weights_RK: routing of ``rows.fresh_R``.
-        num_experts: E.
-        class_R: `classes_of` on the host, where the caller keeps it for all layers of a forward.
-    """
-    return Demand(
-        layer=layer,
-        forward=number,
-        cold=forward.cold,
-        ids_RK=ids_RK.to("cpu", torch.int64),
-        weights_RK=weights_RK.to("cpu", torch.float32),
-        row_R=rows.fresh_R.cpu(),
-        class_R=classes_of(forward, rows).cpu() if class_R is None else class_R,
-        to_refresh=forwards_to_refresh(forward),
-        num_experts=num_experts,
-        seq_len=forward.ids_BS.shape[1],
-        lead=forward.lead,
-    )
-
-
-def dense_demand(
-    layer: int,
-    number: int,
-    ids_RK: Tensor,
-    weights_RK: Tensor,
-    num_experts: int,
-    row_R: Tensor | None = None,
-    class_R: Tensor | None = None,
-    seq_len: int | None = None,
-    lead: int = 0,
-    cold: bool = False,
-) -> Demand:
-    """The demand of a layer without a plan.
-
-    Args:
-        layer, number: `Demand.layer`, `Demand.forward`.
-        ids_RK, weights_RK: routing of the rows.
-        num_experts: E.
-        row_R: which rows these are; None: all, in order.
-        class_R: `dense_classes_of`; None: every row goes through the experts on every forward.
-        seq_len, lead: S and C.
-        cold: the forward has other rows than the one before it.
-    """
-    rows = ids_RK.shape[0]
-    return Demand(
-        layer=layer,
-        forward=number,
-        cold=cold,
-        ids_RK=ids_RK.to("cpu", torch.int64),
-        weights_RK=weights_RK.to("cpu", torch.float32),
-        row_R=torch.arange(rows) if row_R is None else row_R.cpu(),
-        class_R=torch.full((rows,), RowClass.OTHER, dtype=torch.int8) if class_R is None else class_R,
-        to_refresh=None,
-        num_experts=num_experts,
-        seq_len=seq_len,
-        lead=lead,
-    )

@@ -18,7 +18,8 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,39 +28,41 @@ from epoch_moe.experts.grouped import Backend, pick_segments, segments_of
 from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.slot import DenseForward
+from epoch_moe.residency.absent import AbsentTensor
+from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
+from epoch_moe.residency.loader import LayerCounts, Loader
 from epoch_moe.residency.placement import LayerPlacement, Move, Steps
+from epoch_moe.residency.policies import Policy
 from epoch_moe.residency.sources import ExpertSource
 from epoch_moe.routing import NO_EXPERT
-
-if TYPE_CHECKING:
-    from epoch_moe.plan.block_plan import ForwardPlan
-    from epoch_moe.plan.slot import DenseForward
-    from epoch_moe.residency.state import Residency
 
 
 class ResidentExperts:
     """Stands in for `ExpertWeights` where a layer's experts are not all in memory.
 
     Args:
-        state: what the layers of a model share.
         index: this layer's place among the MoE layers.
         name: of the layer, for errors.
         whole: what the layer had before, for when it gets its experts back. Its modules hold parameters without memory
             meanwhile.
         source: all of the layer's experts.
-        slots: n.
+        slots: n, how many experts fast memory holds.
         dtype: of the weights.
-        device: of the slots.
+        device: of fast memory.
+        policy, clock, loader: shared with the model's other layers.
 
     Attributes:
+        fast: the weights in the slots, ``[n,2F,H]`` and ``[n,H,F]``; `placement` says whose they are.
         placement: which expert lies in which slot.
+        counts: bytes and seconds so far.
         kept: the parameters that the modules had before, emptied; None where they never had any.
     """
 
     def __init__(
         self,
-        state: Residency,
         index: int,
         name: str,
         whole: ExpertWeights,
@@ -67,28 +70,34 @@ class ResidentExperts:
         slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        policy: Policy,
+        clock: Clock,
+        loader: Loader,
     ):
-        self.state, self.index, self.name, self.whole, self.source = state, index, name, whole, source
+        self.index, self.name, self.whole, self.source = index, name, whole, source
+        self.policy, self.clock, self.loader = policy, clock, loader
         self.num_experts, self.inner, self.hidden = whole.layout.sizes()
         self.device = device
         self.kept: list[nn.Parameter] | None = None
         self.placement = LayerPlacement(slots, self.num_experts)
+        self.counts = LayerCounts()
         self.moved_bytes = self.peak_bytes = 0
         self._allocate(dtype)
 
-    def _allocate(self, dtype: torch.dtype) -> None:
-        slots, device = self.placement.slots, self.device
+    def _empty(self, experts: int, dtype: torch.dtype) -> Stacked:
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.slots = Stacked(
-                torch.empty(slots, 2 * self.inner, self.hidden, dtype=dtype, device=device),
-                torch.empty(slots, self.hidden, self.inner, dtype=dtype, device=device),
+            return Stacked(
+                torch.empty(experts, 2 * self.inner, self.hidden, dtype=dtype, device=self.device),
+                torch.empty(experts, self.hidden, self.inner, dtype=dtype, device=self.device),
             )
-            one = torch.empty(1, dtype=dtype, device=device)
-        self._outline = Stacked(
-            one.expand(self.num_experts, 2 * self.inner, self.hidden),
-            one.expand(self.num_experts, self.hidden, self.inner),
-        )
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        self.fast = self._empty(self.placement.slots, dtype)
+        error = partial(self.refused, "reading the stacked weights")
+        sizes = (self.num_experts, 2 * self.inner, self.hidden), (self.num_experts, self.hidden, self.inner)
+        one = self.fast.down_EHF.new_empty(1)
+        self._outline = Stacked(*(AbsentTensor(one.expand(size), error) for size in sizes))
 
     # ------------------------------------------------------------------------------- what a block asks of its weights
 
@@ -99,16 +108,12 @@ class ResidentExperts:
 
     @property
     def stacked(self) -> Stacked:
-        """Shapes, dtype and device of all experts, without their memory."""
+        """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
     def ensure(self) -> Stacked:
         """See `stacked`."""
         return self._outline
-
-    def outline(self) -> Stacked:
-        """What decides about a backend: the slots, which are laid out as all experts would be."""
-        return self.slots
 
     def is_stacked(self) -> bool:
         """Always: nobody else holds the slots."""
@@ -123,11 +128,6 @@ class ResidentExperts:
             f"{self.name}: gradients are asked for, and the experts are not all in memory, so there is no backward "
             "pass: run under torch.no_grad(), or call epoch_moe.unpatch to train"
         )
-
-    @property
-    def slot_bytes(self) -> int:
-        """Fast memory that this layer takes."""
-        return self.placement.slots * self._outline.bytes_per_expert
 
     # ------------------------------------------------------------------------------------------------------ a forward
 
@@ -153,10 +153,12 @@ class ResidentExperts:
         """
         if torch.is_grad_enabled() and x_RH.requires_grad:
             self.differentiable()
-        segments = segments_of(pick_segments(backend, self.slots))
-        with self.state.turn():
-            demand = self.state.demand(self, ids_RK, weights_RK, forward, known_rows)
-            steps = self.state.plan(self, demand)
+        segments = segments_of(pick_segments(backend, self.fast))
+        with self.clock.turn():
+            demand = self.clock.observe(self.index, ids_RK, weights_RK, forward, known_rows)
+            steps = Steps([], [], [])  # rows of other ranks only: no forward of this layer
+            if demand.experts:
+                steps = self.placement.plan(demand, self.policy, self.loader.worth_loading)
             return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments)
 
     def _carry_out(
@@ -168,7 +170,7 @@ class ResidentExperts:
         steps: Steps,
         segments: Callable[..., Tensor],
     ) -> Tensor:
-        counts = self.state.counts[self.index]
+        counts = self.counts
         slots, slot_of = self.placement.slots, {expert: slot for expert, slot, _ in steps.loads}
         jobs: list[tuple[int, int | None]] = [(expert, slot) for expert, slot, _ in steps.loads]
         jobs += [(expert, None) for expert in steps.bypass]
@@ -186,14 +188,14 @@ class ResidentExperts:
         out_PH = torch.empty_like(x_PH)
         arrived: set[int] = set()
         try:
-            with self.state.bring(self, jobs) as arrivals:
+            with self.loader.bring(self.source, self.fast, jobs, counts) as arrivals:
                 start = time.perf_counter()
                 if hit_pairs:
                     in_slots: list[int] = [0] * slots
                     for expert in steps.hits:
                         in_slots[int(self.placement.slot_of_E[expert])] = pairs_E[expert]
                     out_PH[:hit_pairs] = segments(
-                        x_PH[:hit_pairs], self.slots, in_slots, worklist.offsets_E[:slots]
+                        x_PH[:hit_pairs], self.fast, in_slots, worklist.offsets_E[:slots]
                     )
                 counts.slot_seconds += time.perf_counter() - start
                 swaps = {move[0]: move for move in steps.swaps}
@@ -219,14 +221,12 @@ class ResidentExperts:
 
         Some of them take the slot of one that was used before them: the policy finds them worth more.
         """
-        counts = self.state.counts[self.index]
+        counts = self.counts
         host: tuple[int, Tensor, Tensor] | None = None
         for expert, loaded, weights in arrivals:
             if loaded:
                 arrived.add(expert)
             rows = pairs_E[expert]
-            if not rows:
-                continue  # a policy that fills its slots ahead of their use
             start = time.perf_counter()
             x, out, first = x_PH, out_PH, 0
             if weights.down_EHF.device != x_PH.device:
@@ -240,8 +240,8 @@ class ResidentExperts:
             begin += rows
             if expert in swaps:
                 slot = swaps[expert][1]
-                self.slots.gate_up_E2FH[slot].copy_(weights.gate_up_E2FH[0])
-                self.slots.down_EHF[slot].copy_(weights.down_EHF[0])
+                self.fast.gate_up_E2FH[slot].copy_(weights.gate_up_E2FH[0])
+                self.fast.down_EHF[slot].copy_(weights.down_EHF[0])
                 self.placement.swap(swaps[expert])
             if not loaded:
                 counts.bypass_seconds += time.perf_counter() - start
@@ -283,14 +283,15 @@ class ResidentExperts:
         return [t for i, d in enumerate(down) for t in (*gate_up[i * each : (i + 1) * each], d)]
 
     def read_all(self) -> Stacked:
-        """All experts, in memory on the device."""
+        """All experts, ``[E,2F,H]`` and ``[E,H,F]`` in memory on the device.
+
+        Raises:
+            ResidencyError: one cannot be read.
+        """
+        dtype = self.fast.down_EHF.dtype
+        stacked = self._empty(self.num_experts, dtype)
         with torch.inference_mode(False), torch.no_grad():
-            dtype, device = self.slots.down_EHF.dtype, self.device
-            stacked = Stacked(
-                torch.empty(self.num_experts, 2 * self.inner, self.hidden, dtype=dtype, device=device),
-                torch.empty(self.num_experts, self.hidden, self.inner, dtype=dtype, device=device),
-            )
-            buffer = self.state.buffers_of(self)[0]
+            buffer = self.loader.buffers(dtype, self.device)[0]
             for expert in range(self.num_experts):
                 self.source.read(expert, *buffer)
                 stacked.gate_up_E2FH[expert].copy_(buffer[0])
@@ -314,7 +315,7 @@ class ResidentExperts:
         The slots come up empty there. Values are those that a whole model would have: what is read from now on goes
         through the same conversions.
         """
-        one = self._outline.down_EHF.new_zeros(1)
+        one = self.fast.down_EHF.new_zeros(1)
         there = fn(one)
         if there.device.type == "meta":
             raise self.refused("moving to the meta device and back")
@@ -322,10 +323,11 @@ class ResidentExperts:
             return
         if there.dtype != one.dtype:
             self.source = self.source.convert(one.dtype, there.dtype)
+        self.loader.free(one.dtype, self.device)
         self.device = there.device
         self.placement.forget(range(self.num_experts))
         self._allocate(there.dtype)
-        self.state.buffers_of(self)
+        self.loader.buffers(there.dtype, self.device)
         for module, name in self.layout.owners():
             meta = module._parameters[name]
             assert meta is not None
@@ -345,10 +347,10 @@ class ResidentExperts:
         new: ResidentExperts = object.__new__(type(self))
         memo[id(self)] = new
         for name, value in self.__dict__.items():
-            if name not in ("slots", "_outline"):
+            if name not in ("fast", "_outline"):
                 setattr(new, name, copy.deepcopy(value, memo))
         new.placement.forget(range(self.num_experts))
-        new._allocate(self.slots.down_EHF.dtype)
+        new._allocate(self.fast.down_EHF.dtype)
         return new
 
     def __reduce__(self) -> Any:

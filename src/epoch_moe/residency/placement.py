@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.policies import Policy
 
 NOT_HERE = -1
-Decide = Callable[[int, int, float], Literal["load", "compute"]]
-"""``decide(expert, rows, predicted_reuse)``: is moving a missing expert worth it, or are its rows computed there?"""
-
-
+WorthLoading = Callable[[int, float], bool]
+"""``worth_loading(rows, predicted_reuse)``: is a missing expert moved to a slot, or computed where it lies?"""
 Move = tuple[int, int, int]
 """``(expert, slot, evicted)``: an expert to bring into a slot, and who leaves it (-1: it is empty)."""
 
@@ -31,8 +28,7 @@ class Steps:
 
     Attributes:
         hits: experts of this forward that lie in a slot already.
-        loads: experts to bring into a slot before they are used. May hold experts that this forward does not use,
-            where the policy fills the slots at once.
+        loads: experts to bring into a slot before they are used.
         bypass: experts of this forward that are computed where they lie.
         swaps: bypassed experts that shall take the slot of a hit when both were used. Optional: who puts the weights
             there calls `LayerPlacement.swap`, and until then nothing has changed.
@@ -102,7 +98,7 @@ class LayerPlacement:
         """Experts that lie in a slot, ascending."""
         return sorted(expert for expert in self._expert_in if expert != NOT_HERE)
 
-    def plan(self, demand: Demand, policy: Policy, decide: Decide) -> Steps:
+    def plan(self, demand: Demand, policy: Policy, worth_loading: WorthLoading) -> Steps:
         """Decide about every expert that a forward asks for, and keep the loads as the new placement.
 
         What the forward needs does not leave before it was used: where a missed expert is worth more than one that is
@@ -113,67 +109,36 @@ class LayerPlacement:
         Args:
             demand: of this layer in this forward; ``policy.observe`` has seen it.
             policy: says who is worth what.
-            decide: the cost rule, asked about each missed expert that the policy lets in.
+            worth_loading: the cost rule, asked about each missed expert that the policy lets in.
         """
-        needed = demand.experts
         slot_of: list[int] = self.slot_of_E.tolist()
-        hits = [expert for expert in needed if slot_of[expert] != NOT_HERE]
-        missed = [expert for expert in needed if slot_of[expert] == NOT_HERE]
-        counts_E: list[int] = demand.counts_E.tolist()
-        wanted = policy.placement(demand.layer)
-        if wanted is not None:
-            chosen = self._hold(list(dict.fromkeys(wanted))[: self.slots], set(needed), set(missed))
-        elif missed:
-            chosen = self._admit(missed, set(needed), counts_E, demand.layer, policy, decide)
-        else:
-            chosen = [], []
-        loads, swaps = chosen
-        for expert, slot, evicted in loads:
-            self._put(expert, slot, evicted)
+        hits = [expert for expert in demand.experts if slot_of[expert] != NOT_HERE]
+        missed = [expert for expert in demand.experts if slot_of[expert] == NOT_HERE]
+        loads, swaps = self.moves(missed, demand, policy, worth_loading)
+        for move in loads:
+            self._put(move)
         loaded = {expert for expert, _, _ in loads}
         bypass = [expert for expert in missed if expert not in loaded]
-        self._count(counts_E, hits, missed, loads, bypass)
+        self._count(demand, hits, missed, loads, bypass)
         return Steps(hits, loads, bypass, swaps)
 
     def swap(self, move: Move) -> None:
         """One of `Steps.swaps` was carried out."""
-        expert, slot, evicted = move
+        _, slot, evicted = move
         if self._expert_in[slot] != evicted:
             raise ValueError(f"slot {slot} holds expert {self._expert_in[slot]}: expected {evicted}, as it was planned")
-        self._put(expert, slot, evicted)
+        self._put(move)
         self.counts.loads += 1
         self.counts.swaps += 1
         self.counts.evictions += 1
 
-    def _hold(self, wanted: list[int], needed: set[int], missed: set[int]) -> tuple[list[Move], list[Move]]:
-        """Moves that bring the wanted experts in, in the place of others."""
-        free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
-        others = [slot for slot, expert in enumerate(self._expert_in) if expert not in (NOT_HERE, *wanted)]
-        idle = deque(slot for slot in others if self._expert_in[slot] not in needed)
-        busy = deque(slot for slot in others if self._expert_in[slot] in needed)
-        loads: list[Move] = []
-        swaps: list[Move] = []
-        for expert in wanted:
-            if int(self.slot_of_E[expert]) != NOT_HERE:
-                continue
-            if free or idle:
-                slot = free.popleft() if free else idle.popleft()
-                loads.append((expert, slot, self._expert_in[slot]))
-            elif busy and expert in missed:
-                slot = busy.popleft()
-                swaps.append((expert, slot, self._expert_in[slot]))
-        return loads, swaps
-
-    def _admit(
-        self,
-        missed: list[int],
-        needed: set[int],
-        counts_E: list[int],
-        layer: int,
-        policy: Policy,
-        decide: Decide,
+    def moves(
+        self, missed: list[int], demand: Demand, policy: Policy, worth_loading: WorthLoading
     ) -> tuple[list[Move], list[Move]]:
-        """Moves that bring missed experts in: the most valuable first, in the place of the least valuable."""
+        """Loads and swaps that bring missed experts in: the most valuable first, in the place of the least valuable."""
+        if not missed:
+            return [], []
+        layer, needed = demand.layer, set(demand.experts)
         value_E: list[float] = policy.value_E(layer).tolist()
         free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
         held = [expert for expert in self._expert_in if expert != NOT_HERE]
@@ -190,7 +155,7 @@ class LayerPlacement:
             victim = None if free else leaving[0]
             if not policy.admit(layer, expert, victim):
                 continue
-            if decide(expert, counts_E[expert], policy.reuse(layer, expert)) == "compute":
+            if not worth_loading(int(demand.counts_E[expert]), policy.reuse(layer, expert)):
                 continue
             if victim is None:
                 loads.append((expert, free.popleft(), NOT_HERE))
@@ -203,20 +168,17 @@ class LayerPlacement:
         idle = sum(old not in needed for old in going)
         return loads + moves[:idle], moves[idle:]
 
-    def _put(self, expert: int, slot: int, evicted: int) -> None:
+    def _put(self, move: Move) -> None:
+        expert, slot, evicted = move
         if evicted != NOT_HERE:
             self.slot_of_E[evicted] = NOT_HERE
         self.slot_of_E[expert] = slot
         self._expert_in[slot] = expert
 
     def _count(
-        self,
-        counts_E: list[int],
-        hits: list[int],
-        missed: list[int],
-        loads: list[Move],
-        bypass: list[int],
+        self, demand: Demand, hits: list[int], missed: list[int], loads: list[Move], bypass: list[int]
     ) -> None:
+        counts_E: list[int] = demand.counts_E.tolist()
         counts = self.counts
         counts.forwards += 1
         counts.demanded += len(hits) + len(missed)

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from epoch_moe.residency.costs import Costs
+from epoch_moe.residency.loader import LayerCounts
 from epoch_moe.residency.placement import PlacementCounts
-from epoch_moe.residency.state import LayerCounts, Residency
+from epoch_moe.residency.state import Residency
 from epoch_moe.tables import Cell, Table
 
 
@@ -143,20 +144,18 @@ def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyRepor
             f"{type(model).__name__} has all of its experts in memory: pass residency=ResidencyConfig(...) to "
             "epoch_moe.patch or epoch_moe.load_model first"
         )
-    with state.turn():
-        assert state.costs is not None
+    with state.clock.turn():
+        costs = state.loader.costs
+        assert costs is not None
         layers = tuple(
-            LayerReport(one.placement.slots, len(one.placement.resident), one.placement.counts, counts)
-            for one, counts in zip(state.layers, state.counts, strict=True)
+            LayerReport(
+                one.placement.slots, len(one.placement.resident), replace(one.placement.counts), replace(one.counts)
+            )
+            for one in state.layers
         )
         if reset:
-            state.counts = [LayerCounts() for _ in layers]
             for one in state.layers:
-                one.placement.counts = PlacementCounts()
-        else:
-            layers = tuple(
-                replace(one, placement=replace(one.placement), counts=replace(one.counts)) for one in layers
-            )
+                one.counts, one.placement.counts = LayerCounts(), PlacementCounts()
         return ResidencyReport(
             policy=state.config.policy,
             tier=state.tier,
@@ -164,7 +163,7 @@ def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyRepor
             bytes_per_expert=state.layers[0].stacked.bytes_per_expert,
             fast_bytes=state.fast_bytes,
             spilled_bytes=state.spilled,
-            decision=state.costs.explain(state.config.miss),
-            costs=state.costs,
+            decision=costs.explain(state.config.miss),
+            costs=costs,
             layers=layers,
         )

@@ -28,7 +28,6 @@ a row, K top-k, C row classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +86,7 @@ class Retention:
     """Retention by predicted reuse; see the top of this file.
 
     Args:
-        num_layers, num_experts, slots: as for every policy.
+        num_layers, num_experts: L and E.
         depth: D, forwards of a row that are remembered.
         discount: what a refresh or the block's end counts less for every forward that it is farther away.
         history: what the share of recent forwards that used an expert counts.
@@ -98,7 +97,6 @@ class Retention:
         self,
         num_layers: int,
         num_experts: int,
-        slots: int,
         depth: int = 2,
         discount: float = 0.3,
         history: float = 0.25,
@@ -109,7 +107,7 @@ class Retention:
                 f"depth={depth}, discount={discount}, history={history}, memory={memory}: expected depth >= 1, "
                 "discount in 0..1, history >= 0, memory >= 1"
             )
-        self.num_layers, self.num_experts, self.slots = num_layers, num_experts, slots
+        self.num_experts = num_experts
         self.depth, self.discount, self.history = depth, discount, history
         self.fade = 1.0 - 1.0 / memory
         self._layers: list[_Layer | None] = [None] * num_layers
@@ -118,7 +116,7 @@ class Retention:
         self._geometry: tuple[int | None, int] = (None, 0)
 
     def observe(self, demand: Demand) -> None:
-        """See `Policy.observe`."""
+        """See `Observer.observe`."""
         if demand.forward != self._forward:
             self._forward, self._geometry = demand.forward, (demand.seq_len, demand.lead)
             self._commits.observe(demand)
@@ -165,24 +163,24 @@ class Retention:
 
     def _remember(self, state: _Layer, demand: Demand) -> None:
         """Count which remembered branches the rows used again, and remember this forward's."""
-        slot_R, class_R = demand.slot_R, demand.class_R.long()
-        rows = ((slot_R >= 0) & (class_R != RowClass.COMMIT)).nonzero().squeeze(1)
+        window_R, class_R = demand.window_R, demand.class_R.long()
+        rows = ((window_R >= 0) & (class_R != RowClass.COMMIT)).nonzero().squeeze(1)
         if not rows.numel():
             return
-        slot_R, class_R = slot_R[rows], class_R[rows]
+        window_R, class_R = window_R[rows], class_R[rows]
         order_RK = demand.weights_RK[rows].argsort(dim=1, descending=True, stable=True)
         ids_RK = demand.ids_RK[rows].gather(1, order_RK)
-        grow = int(slot_R.max()) + 1 - state.class_M.numel()
+        grow = int(window_R.max()) + 1 - state.class_M.numel()
         if grow > 0:
             state.ids_MDK = torch.cat([state.ids_MDK, state.ids_MDK.new_full((grow, *state.ids_MDK.shape[1:]), -1)])
             state.class_M = torch.cat([state.class_M, state.class_M.new_full((grow,), -1)])
-        old_RDK = state.ids_MDK[slot_R]
+        old_RDK = state.ids_MDK[window_R]
         again_RDK = (old_RDK.unsqueeze(-1) == ids_RK[:, None, None, :]).any(-1) & (old_RDK >= 0)
         state.kept_CDK.index_add_(0, class_R, again_RDK.double())
         state.tried_CDK.index_add_(0, class_R, (old_RDK >= 0).double())
         left_RDK = old_RDK.masked_fill(again_RDK, -1)
-        state.ids_MDK[slot_R] = torch.cat([ids_RK.unsqueeze(1), left_RDK[:, :-1]], dim=1)
-        state.class_M[slot_R] = class_R
+        state.ids_MDK[window_R] = torch.cat([ids_RK.unsqueeze(1), left_RDK[:, :-1]], dim=1)
+        state.class_M[window_R] = class_R
 
     def value_E(self, layer: int) -> Tensor:
         """See the top of this file. A sum of chances, so it may be above 1."""
@@ -255,12 +253,8 @@ class Retention:
         chance = float(self.value_E(layer)[expert]) - self.history * share
         return run_length(chance)
 
-    def placement(self, layer: int) -> Sequence[int] | None:
-        """Moves follow misses."""
-        return None
-
     def end_forward(self, confidence_T: Tensor | None = None, live_T: Tensor | None = None) -> None:
-        """See `Policy.end_forward`. Without confidences live rows are committed at the rate seen so far."""
+        """See `Observer.end_forward`. Without confidences live rows are committed at the rate seen so far."""
         seq_len, lead = self._geometry
         if confidence_T is None:
             self._commits.confidences(None)
@@ -295,21 +289,21 @@ class _CommitChance:
 
     def observe(self, demand: Demand) -> None:
         """The first layer of a forward tells what became of the rows that were live in the one before."""
-        slot_R, class_R = demand.slot_R, demand.class_R
-        there = slot_R >= 0
-        slot_R, class_R = slot_R[there], class_R[there]
+        window_R, class_R = demand.window_R, demand.class_R
+        there = window_R >= 0
+        window_R, class_R = window_R[there], class_R[there]
         if demand.cold:
             self._known = self._before = self._live = None
         elif self._live is not None and self._before is not None:
-            known = slot_R < self._live.numel()
-            slot_R, class_R = slot_R[known], class_R[known]
-            fate = self._live[slot_R] & ((class_R == RowClass.LIVE) | (class_R == RowClass.NEW))
-            bins_R = _fit(self._before, self._live.numel())[slot_R[fate]]
+            known = window_R < self._live.numel()
+            window_R, class_R = window_R[known], class_R[known]
+            fate = self._live[window_R] & ((class_R == RowClass.LIVE) | (class_R == RowClass.NEW))
+            bins_R = _fit(self._before, self._live.numel())[window_R[fate]]
             self.seen.index_add_(0, bins_R, torch.ones(bins_R.numel(), dtype=torch.float64))
             self.committed.index_add_(0, bins_R, (class_R[fate] == RowClass.NEW).double())
-        rows = int(demand.slot_R.max()) + 1 if demand.slot_R.numel() else 0
+        rows = int(demand.window_R.max()) + 1 if demand.window_R.numel() else 0
         self._live = torch.zeros(max(rows, 0), dtype=torch.bool)
-        self._live[demand.slot_R[there]] = demand.class_R[there] == RowClass.LIVE
+        self._live[demand.window_R[there]] = demand.class_R[there] == RowClass.LIVE
         self._before = torch.empty(0, dtype=torch.int64) if self._known is None else self._known
 
     def confidences(self, confidence_M: Tensor | None) -> None:

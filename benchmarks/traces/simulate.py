@@ -5,15 +5,18 @@ Shape suffixes: E experts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from traces.policies import POLICIES, Filling, make_policy, next_uses
+from traces.trace import Trace
 
-from epoch_moe.residency.placement import Decide, LayerPlacement, PlacementCounts
-from epoch_moe.residency.policies import POLICIES, Policy, make_policy, next_uses
-from epoch_moe.residency.trace import Trace
+from epoch_moe.residency.demand import Demand
+from epoch_moe.residency.placement import NOT_HERE, LayerPlacement, Move, PlacementCounts, WorthLoading
+from epoch_moe.residency.policies import Policy
 
 BOUND = "belady_bound"
 """Name of the most hits that any placement could have had, in results."""
@@ -78,9 +81,40 @@ class Replay:
         }
 
 
-def always_load(expert: int, rows: int, reuse: float) -> Any:
+class Placement(LayerPlacement):
+    """The placement that models use, and moves of policies that fill the slots by a list."""
+
+    def moves(
+        self, missed: list[int], demand: Demand, policy: Policy, worth_loading: WorthLoading
+    ) -> tuple[list[Move], list[Move]]:
+        """Loads and swaps; see `LayerPlacement.moves`. Loads may hold experts that this forward does not use."""
+        wanted = policy.wanted(demand.layer) if isinstance(policy, Filling) else None
+        if wanted is None:
+            return super().moves(missed, demand, policy, worth_loading)
+        return self._fill(list(dict.fromkeys(wanted))[: self.slots], set(demand.experts), set(missed))
+
+    def _fill(self, wanted: list[int], needed: set[int], missed: set[int]) -> tuple[list[Move], list[Move]]:
+        free = deque(slot for slot, expert in enumerate(self._expert_in) if expert == NOT_HERE)
+        others = [slot for slot, expert in enumerate(self._expert_in) if expert not in (NOT_HERE, *wanted)]
+        idle = deque(slot for slot in others if self._expert_in[slot] not in needed)
+        busy = deque(slot for slot in others if self._expert_in[slot] in needed)
+        loads: list[Move] = []
+        swaps: list[Move] = []
+        for expert in wanted:
+            if int(self.slot_of_E[expert]) != NOT_HERE:
+                continue
+            if free or idle:
+                slot = free.popleft() if free else idle.popleft()
+                loads.append((expert, slot, self._expert_in[slot]))
+            elif busy and expert in missed:
+                slot = busy.popleft()
+                swaps.append((expert, slot, self._expert_in[slot]))
+        return loads, swaps
+
+
+def always_load(rows: int, reuse: float) -> bool:
     """The cost rule where a missing expert has to be read either way."""
-    return "load"
+    return True
 
 
 def slots_of(budget: float, num_experts: int) -> int:
@@ -96,7 +130,7 @@ def simulate(
     slots: Sequence[int],
     *,
     profile_LE: Tensor | None = None,
-    decide: Decide = always_load,
+    worth_loading: WorthLoading = always_load,
     options: dict[str, dict[str, Any]] | None = None,
     confidences: bool = True,
     progress: Callable[[int], Any] | None = None,
@@ -109,7 +143,7 @@ def simulate(
         slots: experts per layer; every policy is replayed with each.
         profile_LE: of ``"static"``: uses of each expert on *other* text (`Trace.uses_LE`); None: it keeps what came
             first.
-        decide: the cost rule.
+        worth_loading: the cost rule.
         options: of policies, by name.
         confidences: False hides what the decoder thought of the rows from the policies.
         progress: called with the number of forwards after each one.
@@ -121,8 +155,8 @@ def simulate(
     if unknown:
         raise ValueError(f"policy={unknown[0]!r}: expected one of {', '.join((*POLICIES, PLAIN_LRU, BOUND))}")
     passes = trace.passes() if {"belady", PLAIN_LRU, BOUND} & set(policies) else []
-    groups: list[tuple[Policy, list[tuple[str, list[LayerPlacement]]]]] = []
-    placements: dict[tuple[str, int], list[LayerPlacement]] = {}
+    groups: list[tuple[Policy, list[tuple[str, list[Placement]]]]] = []
+    placements: dict[tuple[str, int], list[Placement]] = {}
     for name in dict.fromkeys(policies):
         if name in (PLAIN_LRU, BOUND):
             continue
@@ -133,7 +167,7 @@ def simulate(
             extra["future"] = passes
         shared: Policy | None = None
         for number in dict.fromkeys(slots):
-            layers = [LayerPlacement(number, trace.num_experts) for _ in range(trace.num_layers)]
+            layers = [Placement(number, trace.num_experts) for _ in range(trace.num_layers)]
             placements[name, number] = layers
             if shared is not None and name in _SHARED:
                 groups[-1][1].append((name, layers))
@@ -145,7 +179,7 @@ def simulate(
             for demand in forward.demands:
                 policy.observe(demand)
                 for _, layers in group:
-                    steps = layers[demand.layer].plan(demand, policy, decide)
+                    steps = layers[demand.layer].plan(demand, policy, worth_loading)
                     for move in steps.swaps:
                         layers[demand.layer].swap(move)
             policy.end_forward(forward.confidence_T if confidences else None, forward.live_T)

@@ -1,4 +1,4 @@
-"""`epoch-moe residency-sim`, as a user types it."""
+"""`benchmarks/residency_sim.py`, as a user types it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import pytest
 import torch
 from demands import demand_of
 from PIL import Image
-
-from epoch_moe.cli import main
-from epoch_moe.figure import draw_replays
-from epoch_moe.residency.simulate import simulate
-from epoch_moe.residency.trace import Trace, TraceForward, load_trace
+from residency_sim import main
+from traces.figure import draw_replays
+from traces.simulate import simulate
+from traces.trace import Trace, TraceForward, load_trace
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main(["residency-sim", *map(str, arguments)])
+    status = main([*map(str, arguments)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -58,8 +57,9 @@ def test_wrong_input_is_one_line_on_standard_error(capsys: pytest.CaptureFixture
     assert status == 2 and "no such file" in err and err.count("\n") == 1
     status, _, err = run(capsys, tmp_path / "no.trace", "--budget", 1.2)
     assert status == 2 and "--budget 1.2" in err
-    status, _, err = run(capsys, tmp_path / "no.trace", "--json", tmp_path / "no" / "x.json")
-    assert status == 2 and "folder does not exist" in err
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, tmp_path / "no.trace", "--json", tmp_path / "no" / "x.json")
+    assert "folder does not exist" in capsys.readouterr().err
     for budget in ("2GB", "lots", "0", "120%"):
         status, _, err = run(capsys, tmp_path / "no.trace", "--budget", budget)
         assert status == 2 and f"--budget {budget}: expected shares" in err

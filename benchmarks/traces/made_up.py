@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from routing_trace import BLOCK, MASK, Forward, Knobs, Shape, trace
 from torch import Tensor
+from traces.recorder import TraceRecorder
+from traces.trace import Trace
 
 from epoch_moe import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.support import route_fresh
+from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import RowClass
-from epoch_moe.residency.trace import Trace, TraceRecorder
-from epoch_moe.routing import Routing, Scores
+from epoch_moe.routing import Scores
 
 KNOBS = Knobs(shared=0.8828125, across=0.9780859375, live=0.845703125, stable=0.884765625, turnover=0.7890625)
 """What `routing_trace.calibrate` found for LLaDA2.0-mini (spread 1, seed 0), as in results/freshlane_traffic.json."""
@@ -36,6 +37,7 @@ def made_up_trace(
     layer_LE = torch.randn(layers, experts, generator=generator)
     expert_bytes = 3 * shape.hidden * shape.inner * 2
     recorder = TraceRecorder(layers, experts, [expert_bytes] * layers)
+    clock = Clock(recorder, layers, experts)
     for block in range(blocks):
         start = seed * 1_000_003 + block * 101
         steps = [list(trace(shape, knobs, batch, start + 1 + i, layer_LE[i], start)) for i in range(layers)]
@@ -43,13 +45,13 @@ def made_up_trace(
             config, layers, batch=batch, window=BLOCK, prefix=0, prefix_constant=True, counters=Counters(layers, [0])
         )
         for number, confidence_BS in enumerate(_confidences(steps[0], generator)):
-            _forward(plan, recorder, [layer[number] for layer in steps], confidence_BS, shape, config)
+            _forward(plan, clock, [layer[number] for layer in steps], confidence_BS, shape, config)
     return recorder.trace
 
 
 def _forward(
     plan: BlockPlan,
-    recorder: TraceRecorder,
+    clock: Clock,
     layers: list[Forward],
     confidence_BS: Tensor,
     shape: Shape,
@@ -67,13 +69,9 @@ def _forward(
         routing = route_fresh(
             fresh, shape.router, step.rows, step.state.support, config, cold=step.cold, dtype=torch.bfloat16
         )
-        _record(recorder, index, planned, step.rows, routing)
-    recorder.end_iteration(planned, confidence_BS)
+        clock.observe(index, routing.ids_TK, routing.weights_TK, planned)
+    clock.end_forward(planned, confidence_BS)
     plan.complete(planned)
-
-
-def _record(recorder: TraceRecorder, layer: int, planned: Any, rows: ListedRows, routing: Routing) -> None:
-    recorder.add_layer(layer, planned, rows, routing.ids_TK, routing.weights_TK)
 
 
 def _confidences(forwards: list[Forward], generator: torch.Generator) -> list[Tensor]:
@@ -109,27 +107,27 @@ def statistics(trace: Trace) -> dict[str, float]:
             for demand in forward.demands:
                 if demand.layer != layer:
                     continue
-                slot_R, experts = demand.slot_R, demand.num_experts
-                own = slot_R >= 0
-                slots, ids_RK, class_R = slot_R[own], demand.ids_RK[own], demand.class_R[own].long()
-                if not slots.numel():
+                window_R, experts = demand.window_R, demand.num_experts
+                own = window_R >= 0
+                places, ids_RK, class_R = window_R[own], demand.ids_RK[own], demand.class_R[own].long()
+                if not places.numel():
                     continue
-                size = int(slots.max()) + 1
+                size = int(places.max()) + 1
                 if demand.cold or before is None:
                     before, loads = torch.full((size, ids_RK.shape[1]), -1), []
-                old_RK = before[slots]
+                old_RK = before[places]
                 seen_R = (old_RK >= 0).any(1)
                 share_R = (old_RK.unsqueeze(2) == ids_RK.unsqueeze(1)).any(2).float().mean(1)
                 for row_class, values in kept.items():
                     values += share_R[seen_R & (class_R == row_class)].tolist()
-                before[slots] = ids_RK
+                before[places] = ids_RK
                 load_E = torch.bincount(ids_RK[ids_RK >= 0], minlength=experts).float()
                 for apart, cosine in cosines.items():
                     if len(loads) >= apart:
                         cosine.append(float(torch.cosine_similarity(load_E, loads[-apart], dim=0)))
                 loads.append(load_E)
                 unique.append(len(demand.experts))
-                if slots.numel() == before.shape[0]:
+                if places.numel() == before.shape[0]:
                     unique_block.append(int((load_E > 0).sum()))
 
     def mean(values: list[Any]) -> float:

@@ -1,4 +1,4 @@
-"""Traces: what a decode asked of its experts, recorded to a file and read back as demands.
+"""Traces: what a decode asked of its experts, written to a file and read back as demands.
 
 A trace is one safetensors file; what is no tensor is JSON in its header. It holds, per forward and MoE layer, which
 rows went to which experts with what weights, the rows' classes, and what the decoder thought of each row.
@@ -10,8 +10,6 @@ T rows of all forwards, K top-k.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,31 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.packed import ListedRows
-from epoch_moe.plan.slot import DenseForward
-from epoch_moe.residency.demand import (
-    Demand,
-    classes_of,
-    dense_classes_of,
-    dense_demand,
-    live_rows,
-    planned_demand,
-)
+from epoch_moe.outputs import write_output
+from epoch_moe.residency.demand import Demand, RowClass
 
 FORMAT = "epoch_moe.trace"
 VERSION = 1
 NONE = -1
-_TENSORS = (
-    "forwards_DX",
-    "entries_VX",
-    "row_Q",
-    "class_Q",
-    "ids_RK",
-    "weights_RK",
-    "confidence_T",
-    "live_T",
-)
+MOST_ROWS = 2**20
+"""Rows of one forward: a file that speaks of more is damaged."""
+_TENSORS = {
+    "forwards_DX": (torch.int64, (None, 3)),
+    "entries_VX": (torch.int64, (None, 9)),
+    "row_Q": (torch.int32, (None,)),
+    "class_Q": (torch.int8, (None,)),
+    "ids_RK": (torch.int16, (None, None)),
+    "weights_RK": (torch.float32, (None, None)),
+    "confidence_T": (torch.float32, (None,)),
+    "live_T": (torch.bool, (None,)),
+}
+"""Dtype and shape of each tensor; None is any size."""
 
 
 @dataclass
@@ -96,26 +88,23 @@ class Trace:
         return uses_LE
 
     def save(self, path: str | Path) -> None:
-        """Write the file."""
-        from safetensors.torch import save_file
+        """Write the file in place.
 
-        save_file(_pack(self), str(path), metadata={FORMAT: json.dumps(self._header())})
+        Raises:
+            ValueError, OSError: as `epoch_moe.outputs.write_output`; the message names the path.
+        """
+        from safetensors.torch import save
 
-    def _header(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "bytes_per_expert": self.bytes_per_expert,
-            "about": self.about,
-        }
+        header = {"version": VERSION, "num_layers": self.num_layers, "num_experts": self.num_experts,
+                  "bytes_per_expert": self.bytes_per_expert, "about": self.about}  # fmt: skip
+        write_output(path, save(_pack(self), metadata={FORMAT: json.dumps(header)}))
 
 
 def load_trace(path: str | Path) -> Trace:
     """Read a trace.
 
     Raises:
-        ValueError: the file holds something else, or a trace of another version.
+        ValueError: the file holds something else, a trace of another version, or one that is damaged.
         OSError: it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
@@ -125,18 +114,85 @@ def load_trace(path: str | Path) -> Trace:
     try:
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {}).get(FORMAT)
-            names = set(file.keys())
-            if text is None or not names >= set(_TENSORS):
-                raise ValueError(f"{path} is no trace of epoch_moe: record one with epoch_moe.record_trace")
+            if text is None or not set(file.keys()) >= set(_TENSORS):
+                raise ValueError(f"{path} is no trace of epoch_moe: record one with benchmarks/residency_sim.py")
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or an incomplete one: {error}") from error
-    header = json.loads(text)
-    if header["version"] != VERSION:
-        raise ValueError(f"{path} is a trace of version {header['version']}: this library reads version {VERSION}")
-    trace = Trace(header["num_layers"], header["num_experts"], header["bytes_per_expert"], header["about"])
-    trace.forwards = _unpack(trace, tensors)
+    try:
+        trace = _read_header(text)
+        _check_tensors(trace, tensors)
+        trace.forwards = _unpack(trace, tensors)
+    except (_Damaged, RecursionError) as error:
+        raise ValueError(f"{path} is no valid trace: {error}") from error
     return trace
+
+
+class _Damaged(Exception):
+    """What is wrong with a file."""
+
+
+def _expect(ok: bool, what: str) -> None:
+    if not ok:
+        raise _Damaged(what)
+
+
+def _read_header(text: str) -> Trace:
+    """A trace without its forwards."""
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _Damaged(f"its header is no JSON ({error})") from error
+    _expect(isinstance(header, dict), f"its header is a {type(header).__name__}: expected a JSON object")
+    version = header.get("version")
+    _expect(version == VERSION, f"its version is {version!r}: expected {VERSION}")
+    layers, experts, sizes = (header.get(name) for name in ("num_layers", "num_experts", "bytes_per_expert"))
+    for name, value in (("num_layers", layers), ("num_experts", experts)):
+        _expect(type(value) is int and value >= 1, f"{name}={value!r}: expected a number of at least 1")
+    right = isinstance(sizes, list) and len(sizes) == layers and all(type(s) is int and s > 0 for s in sizes)
+    _expect(right, f"bytes_per_expert={str(sizes)[:100]}: expected a number above 0 for each of num_layers={layers}")
+    about = header.get("about")
+    _expect(isinstance(about, dict), f"about={str(about)[:100]}: expected a JSON object")
+    return Trace(layers, experts, sizes, about)
+
+
+def _check_tensors(trace: Trace, tensors: dict[str, Tensor]) -> None:
+    """That every number of a file is one that a decode can give."""
+    for name, (dtype, shape) in _TENSORS.items():
+        found = tensors[name]
+        sizes = found.shape
+        fits = len(sizes) == len(shape) and all(want in (None, got) for want, got in zip(shape, sizes, strict=True))
+        _expect(found.dtype == dtype and fits, f"{name} is {found.dtype} {list(found.shape)}: expected {dtype} {shape}")
+
+    def within(name: str, values: Tensor, low: int, high: int) -> None:
+        for worst in (values.min(), values.max()) if values.numel() else ():
+            _expect(low <= int(worst) <= high, f"{name} {int(worst)}: expected {low} to {high}")
+
+    forwards_DX, entries_VX = tensors["forwards_DX"], tensors["entries_VX"]
+    within("expert", tensors["ids_RK"], -1, trace.num_experts - 1)
+    within("class of a row", tensors["class_Q"], 0, len(RowClass) - 1)
+    within("row", tensors["row_Q"], -1, MOST_ROWS - 1)
+    _expect(tensors["row_Q"].shape == tensors["class_Q"].shape, "row_Q and class_Q are of different lengths")
+    _expect(tensors["ids_RK"].shape == tensors["weights_RK"].shape, "ids_RK and weights_RK have different shapes")
+    for column, name in ((1, "confidence_T"), (2, "live_T")):
+        within(f"rows of {name}", forwards_DX[:, column], 0, MOST_ROWS)
+        _expect(int(forwards_DX[:, column].sum()) == tensors[name].numel(), f"{name} has not the rows of its forwards")
+    numbers = ("forward", "layer", "number of a forward", "first forward of a block", "forwards to a refresh",
+               "rows of a sequence", "lead rows", "place of the rows", "rows of a demand")  # fmt: skip
+    ends = ((0, len(forwards_DX) - 1), (0, trace.num_layers - 1), (0, 2**62), (0, 1), (NONE, 2**31), (NONE, MOST_ROWS),
+            (0, MOST_ROWS), (0, len(tensors["row_Q"])), (0, MOST_ROWS))  # fmt: skip
+    for column, (name, (low, high)) in enumerate(zip(numbers, ends, strict=True)):
+        within(name, entries_VX[:, column], low, high)
+    _expect(int(entries_VX[:, 8].sum()) == len(tensors["ids_RK"]), "the demands have not the rows of ids_RK")
+    rows_D = forwards_DX[:, 1:].max(dim=1).values if len(forwards_DX) else forwards_DX[:, 0]
+    for number, _, _, _, refresh, seq_len, lead, place, size in entries_VX.tolist():
+        _expect(refresh != 0 and seq_len != 0, "a demand has 0 rows per sequence, or 0 forwards to its refresh")
+        _expect(lead <= max(seq_len, 0), f"lead rows {lead} of a sequence of {seq_len}")
+        _expect(place + size <= len(tensors["row_Q"]), f"rows {place} to {place + size} are behind the end of row_Q")
+        rows = int(rows_D[number])
+        if rows:
+            within(f"row of a forward of {rows} rows", tensors["row_Q"][place : place + size], -1, rows - 1)
+            _expect(rows % max(seq_len, 1) == 0, f"{rows} rows: expected whole sequences of {seq_len}")
 
 
 def _pack(trace: Trace) -> dict[str, Tensor]:
@@ -221,112 +277,3 @@ def _unpack(trace: Trace, tensors: dict[str, Tensor]) -> list[TraceForward]:
         )
         place += size
     return forwards
-
-
-class TraceRecorder:
-    """Listens to a patched model's routing (`epoch_moe.plan.slot.Tracer`) and keeps it on the host.
-
-    Recording waits for the device once per layer and forward. Forwards of one thread at a time.
-
-    Args:
-        num_layers, num_experts: L and E.
-        bytes_per_expert: of routed weights, per layer.
-
-    Attributes:
-        trace: what was recorded so far.
-    """
-
-    def __init__(self, num_layers: int, num_experts: int, bytes_per_expert: Sequence[int]):
-        self.trace = Trace(num_layers, num_experts, list(bytes_per_expert))
-        self._forward: ForwardPlan | DenseForward | None = None
-        self._layer = num_layers
-        self._shape: tuple[int, ...] = ()
-        self._cold = True
-        self._classes: dict[int, Tensor] = {}
-
-    def add_layer(
-        self,
-        layer: int,
-        forward: ForwardPlan | DenseForward | None,
-        rows: ListedRows | Tensor | None,
-        ids_RK: Tensor,
-        weights_RK: Tensor,
-    ) -> None:
-        """See `epoch_moe.plan.slot.Tracer.add_layer`."""
-        trace = self.trace
-        # Without a context nothing tells forwards apart but the order of their layers.
-        if forward is not self._forward or (forward is None and layer <= self._layer) or not trace.forwards:
-            trace.forwards.append(TraceForward())
-            self._forward, self._classes = forward, {}
-            self._cold, self._shape = ids_RK.shape != self._shape, tuple(ids_RK.shape)
-        self._layer = layer
-        common = (layer, len(trace.forwards) - 1, ids_RK.detach(), weights_RK.detach(), trace.num_experts)
-        if isinstance(forward, ForwardPlan) and isinstance(rows, ListedRows):
-            key = id(rows)
-            if key not in self._classes:
-                self._classes[key] = classes_of(forward, rows).cpu()
-            demand = planned_demand(forward, rows, *common, class_R=self._classes[key])
-        elif isinstance(forward, ForwardPlan):
-            demand = dense_demand(*common, seq_len=forward.ids_BS.shape[1], lead=forward.lead, cold=forward.cold)
-        elif isinstance(forward, DenseForward):
-            demand = dense_demand(
-                *common,
-                row_R=rows if isinstance(rows, Tensor) else None,
-                class_R=dense_classes_of(forward, ids_RK.shape[0]),
-                seq_len=forward.shape[-1],
-                lead=forward.lead,
-                cold=forward.cold,
-            )
-        else:
-            demand = dense_demand(*common, cold=self._cold)
-        trace.forwards[-1].demands.append(demand)
-
-    def end_iteration(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
-        """See `epoch_moe.plan.slot.Tracer.end_iteration`."""
-        if forward is not self._forward or not self.trace.forwards:
-            return
-        latest = self.trace.forwards[-1]
-        if confidence_BS is not None:
-            latest.confidence_T = confidence_BS.detach().to("cpu", torch.float32).reshape(-1).clone()
-        if isinstance(forward, ForwardPlan):
-            latest.live_T = live_rows(forward)
-
-
-@contextmanager
-def record_trace(model: Any, path: str | Path, about: dict[str, Any] | None = None) -> Iterator[TraceRecorder]:
-    """Record which experts the forwards of a patched model use, whatever loop runs them.
-
-    The file is written at the end, also when the decode raised: what was recorded until then is a trace too. Loops that
-    do not call `BlockPlanContext.end_iteration` leave no confidences.
-
-    Args:
-        model: patched by `epoch_moe.patch`; with a plan, its rows are told apart by what they are.
-        path: of the file to write.
-        about: free JSON that goes into it.
-
-    Raises:
-        ValueError: the model is not patched, or is being recorded already, or the file's folder does not exist.
-    """
-    patched = getattr(model, "_epoch_moe", None)
-    if patched is None:
-        raise ValueError("recording needs patched MoE layers: call epoch_moe.patch(model) first")
-    if patched.slot.tracer is not None:
-        raise ValueError("this model is being recorded already: end that recording first")
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"{path}: its folder does not exist")
-    config = getattr(model, "config", None)
-    recorder = TraceRecorder(len(patched.blocks), _num_experts(patched), patched.bytes_per_expert())
-    recorder.trace.about = {"model_type": getattr(config, "model_type", None), **(about or {})}
-    patched.slot.tracer = recorder
-    try:
-        yield recorder
-    finally:
-        patched.slot.tracer = None
-        recorder.trace.save(path)
-
-
-def _num_experts(patched: Any) -> int:
-    counts = {block.spec.router.num_experts for block in patched.blocks.values()}
-    if len(counts) != 1:
-        raise ValueError(f"the MoE layers have {sorted(counts)} experts: expected the same number in all of them")
-    return int(counts.pop())
