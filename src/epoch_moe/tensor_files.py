@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 3
+_HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 
 
 @dataclass(frozen=True)
@@ -47,56 +50,114 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_SHOWN]) + more
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a file of this name.
+
+    Raises:
+        ValueError: something else has the name, or the system does not say.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is a folder, a device or a pipe: expected a file")
+    return True
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        ValueError: the file holds none.
+        ValueError: the file holds none, or cannot be read.
     """
+    if not is_file(path):
+        raise ValueError(f"there is no {path}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): download or write it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}: expected a JSON object")
-    return content
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return _parse(content, f"{path} is not valid JSON")
+
+
+def _parse(content: bytes, wrong: str) -> dict[str, Any]:
+    """A JSON object whose keys are there once; every other content is a ValueError that begins with ``wrong``."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key is there twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:
+        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        if not isinstance(parsed, dict):
+            raise ValueError(f"it holds a {type(parsed).__name__}, expected an object")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{wrong} ({error}): download or write it again") from error
+    return parsed
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Tensor headers of one safetensors file, after checking its size.
+    """Tensor headers of one safetensors file, after checking that they describe the file: no gap, no overlap.
 
     Raises:
-        ValueError: for a truncated file, a Git LFS pointer, or a file that is no safetensors file.
+        ValueError: for a truncated or damaged file, a Git LFS pointer, a file that is no safetensors file or cannot be
+            read, or a tensor that is stored in another dtype than those of `STORED_DTYPES`.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > size - 8:
-            raise ValueError(
-                f"{path} is truncated or no safetensors file: {size} bytes hold no complete header; download it again"
-            )
-        try:
-            entries = json.loads(file.read(length))
-            spans = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-            end = 8 + length + max((int(entry["data_offsets"][1]) for entry in spans.values()), default=0)
-            headers = {
-                name: TensorHeader(
-                    entry["dtype"],
-                    tuple(int(n) for n in entry["shape"]),
-                    path.name,
-                    *(8 + length + int(place) for place in entry["data_offsets"]),
-                )
-                for name, entry in spans.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} has an unreadable safetensors header ({error}): download it again") from error
+    if not is_file(path):
+        raise ValueError(f"there is no {path}")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            content = file.read(length) if length <= min(size - 8, _HEADER_LIMIT) else b""
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if start == b"version ":
+        raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+    if len(start) < 8 or len(content) != length:
+        raise ValueError(
+            f"{path} is truncated or no safetensors file: {size} bytes hold no complete header; download it again"
+        )
+    wrong = f"{path} has an unreadable safetensors header"
+    entries = _parse(content, wrong)
+    entries.pop("__metadata__", None)
+    headers = {name: _tensor(path, name, entry, 8 + length, wrong) for name, entry in entries.items()}
+    end = 8 + length
+    for name, header in sorted(headers.items(), key=lambda item: (item[1].start, item[1].end)):
+        if header.start != end:
+            raise ValueError(f"{wrong} ({name} begins at byte {header.start}, expected {end}): download it again")
+        end = header.end
     if size != end:
         state = "truncated" if size < end else "longer than its header says"
         raise ValueError(f"{path} is {state}: {size} bytes, its header describes {end}; download it again")
     return headers
+
+
+def _tensor(path: Path, name: str, entry: Any, base: int, wrong: str) -> TensorHeader:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any
+    shape: Any
+    place: Any
+    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    for numbers in (shape, place):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+            raise ValueError(f"{wrong} ({name}: {str(entry)[:200]}): download it again")
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"{path} stores {name} as {str(dtype)[:80]}: expected weights in {', '.join(STORED_DTYPES)}; load the "
+            "unquantised checkpoint"
+        )
+    if len(place) != 2 or place[1] - place[0] != prod(shape) * STORED_DTYPES[dtype].itemsize:
+        raise ValueError(f"{wrong} ({name}: {dtype} {shape} in bytes {place}): download it again")
+    return TensorHeader(dtype, tuple(shape), path.name, base + place[0], base + place[1])
 
 
 def _read_shards(folder: Path) -> dict[str, TensorHeader]:
@@ -108,7 +169,7 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     foreign = [name for name in shards if os.path.basename(name) != name]
     if foreign:
         raise ValueError(f"{index_path} names files outside its folder ({some(foreign)}): expected plain file names")
-    missing = [name for name in shards if not (folder / name).is_file()]
+    missing = [name for name in shards if not is_file(folder / name)]
     if missing:
         raise FileNotFoundError(
             f"{folder} lacks {len(missing)} of the {len(shards)} shards that {INDEX_NAME} lists: {some(missing)}; "
@@ -121,7 +182,7 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     if lost:
         where = {f"{key} (in {weight_map[key]})" for key in lost}
         raise ValueError(
-            f"{len(lost)} tensors are not in the shard that {INDEX_NAME} says: {some(where)}; shards and index belong "
+            f"{len(lost)} tensors are not in the shard that {index_path} says: {some(where)}; shards and index belong "
             "to different versions, download both again"
         )
     return headers
@@ -135,9 +196,9 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         ValueError: for damaged files, or an index that does not fit the shards.
     """
     # A single file wins over an index, as in transformers.
-    if (folder / WEIGHTS_NAME).is_file():
+    if is_file(folder / WEIGHTS_NAME):
         return read_header(folder / WEIGHTS_NAME)
-    if (folder / INDEX_NAME).is_file():
+    if is_file(folder / INDEX_NAME):
         return _read_shards(folder)
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"; it has {some(others)}: convert those to safetensors" if others else ""

@@ -7,9 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epoch_moe.tensor_files import TensorHeader, read_json, some
+from epoch_moe.models.sizes import ModelSizes
+from epoch_moe.tensor_files import TensorHeader, is_file, read_json, some
 
 CONFIG_NAME = "config.json"
+_ADAPTER_NAME = "adapter_config.json"
+_TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json")
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..*")
 _LAYOUTS = (
     "mlp.experts.<i>.{gate,up,down}_proj.weight (as released), mlp.experts.{gate,up,down}_proj (dFactory) and mlp.w1, "
     "mlp.w2 (dInfer)"
@@ -33,14 +39,77 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: where the folder has none.
-        ValueError: where it is no JSON object.
+        ValueError: where it is no JSON object, or the folder holds an adapter or quantised weights.
     """
     path = folder / CONFIG_NAME
-    if not path.is_file():
+    if is_file(folder / _ADAPTER_NAME):
+        raise ValueError(
+            f"{folder} holds an adapter ({_ADAPTER_NAME}), which would change the model: merge it into the weights "
+            "first, or move its files away and give them to peft"
+        )
+    if not is_file(path):
         raise FileNotFoundError(
             f"{folder} has no {CONFIG_NAME}: expected a checkpoint's folder, with {CONFIG_NAME} and safetensors files"
         )
-    return read_json(path)
+    written = read_json(path)
+    for key in _QUANTISED:
+        if written.get(key):
+            raise ValueError(
+                f"{path} says that the weights are quantised ({key}={str(written[key])[:100]}): expected bfloat16, "
+                "float16 or float32 weights; load the unquantised checkpoint"
+            )
+    return written
+
+
+def check_sizes(
+    folder: Path, headers: Mapping[str, TensorHeader], sizes: ModelSizes, mask_token_id: int | None
+) -> None:
+    """Compare the configuration's sizes with the tensors', before anything of these sizes is built.
+
+    Raises:
+        ValueError: naming the key of `config.json` and the tensor that says otherwise.
+    """
+
+    def check(key: str, value: int, found: int, where: str) -> None:
+        if value != found:
+            raise ValueError(
+                f"{folder / CONFIG_NAME} has {key}={value}, and the weights say {found} ({where}): check that "
+                f"{CONFIG_NAME} and the weights belong together"
+            )
+
+    layers = {match[1] for key in headers if (match := _LAYER.fullmatch(key))}
+    check("num_hidden_layers", sizes.layers, len(layers), "layers that the files hold")
+    for key, header in headers.items():
+        if len(header.shape) == 2 and key.endswith(("word_embeddings.weight", "embed_tokens.weight")):
+            check("vocab_size", sizes.vocab, header.shape[0], f"{key} in {header.file}")
+            check("hidden_size", sizes.hidden, header.shape[1], f"{key} in {header.file}")
+        if len(header.shape) == 2 and key.endswith(".mlp.gate.weight"):
+            check("num_experts", sizes.experts, header.shape[0], f"{key} in {header.file}")
+    if mask_token_id is not None and mask_token_id >= sizes.vocab:
+        raise ValueError(
+            f"{folder / CONFIG_NAME} has mask_token_id={mask_token_id}: expected an id in 0..{sizes.vocab - 1} "
+            f"(vocab_size={sizes.vocab})"
+        )
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the folder's tokenizer files; none where it has no tokenizer.
+
+    Raises:
+        ValueError: one is damaged, or `tokenizer_config.json` names a file to read instead.
+    """
+    found = [name for name in _TOKENIZER_NAMES if is_file(folder / name)]
+    if not found:
+        return []
+    found += [name for name in _BESIDE_TOKENIZER if is_file(folder / name)]
+    read = {name: read_json(folder / name) for name in found if name.endswith(".json")}
+    for key, value in read.get("tokenizer_config.json", {}).items():
+        if key.endswith("_file") and value is not None:
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'} has {key}={str(value)[:100]!r}: a tokenizer's files are those of "
+                "its folder; remove the key"
+            )
+    return found
 
 
 def check_keys(

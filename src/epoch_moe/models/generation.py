@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from epoch_moe.tensor_files import read_json
+from epoch_moe.tensor_files import is_file, read_json
 
 NAME = "generation_config.json"
 
@@ -23,7 +23,7 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
         ValueError: the file is damaged, or names end ids that are no ids of the model.
     """
     path = folder / NAME
-    if not path.is_file():
+    if not is_file(path):
         return GenerationConfig()
     written = read_json(path)
     eos = written.get("eos_token_id")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from epoch_moe.models.config_fields import check_fields, own_fields
 from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.routing import RouterSpec
 
@@ -63,9 +63,9 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
         n_group: int = 8,
         topk_group: int = 4,
         routed_scaling_factor: float = 2.5,
-        norm_topk_prob: bool = True,
+        norm_topk_prob: bool | None = True,
         score_function: str = "sigmoid",
-        router_dtype: str = "fp32",
+        router_dtype: str | None = "fp32",
         moe_router_enable_expert_bias: bool = True,
         first_k_dense_replace: int = 1,
         output_router_logits: bool = False,
@@ -80,6 +80,7 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
         rope_parameters: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
+        check_fields(LLaDA2MoeConfig, locals())
         # Remote code that config.json may point at is neither loaded nor shipped with a saved copy.
         kwargs.pop("auto_map", None)
         # Files that transformers 5 wrote for other classes hold the RoPE settings as one dictionary.
@@ -87,6 +88,7 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
             rope_theta = rope_parameters.get("rope_theta", rope_theta)
             partial_rotary_factor = rope_parameters.get("partial_rotary_factor", partial_rotary_factor)
             rope_scaling = rope_scaling or rope_parameters
+            check_fields(LLaDA2MoeConfig, locals())
         kind = (rope_scaling or {}).get("rope_type", (rope_scaling or {}).get("type", "default"))
         unsupported = [
             ("rope_scaling", rope_scaling, kind == "default", "null"),
@@ -112,6 +114,10 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
                 f"num_attention_heads={num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={num_key_value_heads}"
             )
+        rotary = int((head_dim or hidden_size // num_attention_heads) * partial_rotary_factor)
+        if rotary % 2:
+            raise ValueError(f"partial_rotary_factor={partial_rotary_factor} turns {rotary} of a head's dimensions: "
+                             "expected an even number")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -172,7 +178,7 @@ class LLaDA2MoeConfig(PretrainedConfig):  # type: ignore[misc]
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` gets: every released key, also those equal to the defaults of transformers."""
-        own = inspect.signature(LLaDA2MoeConfig.__init__).parameters
+        own = own_fields(LLaDA2MoeConfig)
         complete = {key: value for key, value in self.to_dict().items() if key in own}
         return super().to_diff_dict() | complete
 

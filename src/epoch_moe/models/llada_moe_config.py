@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from epoch_moe.models.config_fields import check_fields, own_fields
 from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.routing import RouterSpec
 
@@ -68,6 +68,7 @@ class LLaDAMoEConfig(PretrainedConfig):  # type: ignore[misc]
         rope_parameters: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
+        check_fields(LLaDAMoEConfig, locals())
         # Remote code that config.json may point at is neither loaded nor shipped with a saved copy.
         kwargs.pop("auto_map", None)
         # Files that transformers 5 wrote for other classes hold the RoPE settings as one dictionary.
@@ -75,6 +76,7 @@ class LLaDAMoEConfig(PretrainedConfig):  # type: ignore[misc]
             rope_theta = rope_parameters.get("rope_theta", rope_theta)
             partial_rotary_factor = rope_parameters.get("partial_rotary_factor", partial_rotary_factor)
             rope_scaling = rope_scaling or rope_parameters
+            check_fields(LLaDAMoEConfig, locals())
         kind = (rope_scaling or {}).get("rope_type", (rope_scaling or {}).get("type", "default"))
         layers = [1] * num_hidden_layers if moe_layer_freq is None else list(moe_layer_freq)
         unsupported = [
@@ -96,6 +98,10 @@ class LLaDAMoEConfig(PretrainedConfig):  # type: ignore[misc]
                 f"num_attention_heads={num_attention_heads} must divide hidden_size={hidden_size} and be a multiple of "
                 f"num_key_value_heads={num_key_value_heads}"
             )
+        rotary = int(hidden_size // num_attention_heads * partial_rotary_factor)
+        if rotary % 2:
+            raise ValueError(f"partial_rotary_factor={partial_rotary_factor} turns {rotary} of a head's dimensions: "
+                             "expected an even number")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.dense_intermediate_size = dense_intermediate_size
@@ -140,7 +146,7 @@ class LLaDAMoEConfig(PretrainedConfig):  # type: ignore[misc]
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` gets: every released key, also those equal to the defaults of transformers."""
-        own = inspect.signature(LLaDAMoEConfig.__init__).parameters
+        own = own_fields(LLaDAMoEConfig)
         return super().to_diff_dict() | {key: value for key, value in self.to_dict().items() if key in own}
 
     def sizes(self) -> ModelSizes:

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.models.checkpoint import check_keys, read_config
+from epoch_moe.models.checkpoint import CONFIG_NAME, check_keys, check_sizes, read_config, tokenizer_files
+from epoch_moe.models.config_fields import own_fields
 from epoch_moe.models.generation import read_generation_config
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
@@ -48,7 +49,6 @@ _DTYPES = {
 }
 _STORED_DTYPES = {name: dtype for name, dtype in STORED_DTYPES.items() if dtype != torch.float64}
 _ATTENTION = ("sdpa", "eager")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -85,8 +85,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a model in eval mode, and its tokenizer.
 
-    The checkpoint is checked before anything is built: every shard present and complete, every key and shape as
-    the model expects. No code from the checkpoint runs: the class follows from `model_type` in its config.json.
+    The checkpoint is checked before anything is built: every shard present and complete, every key, dtype and shape
+    as the model expects. No code from the checkpoint runs, and nothing that its files name is fetched: the class
+    follows from `model_type` in its config.json, of which only the keys of that class are read.
     Experts may be stored one by one, stacked by projection or fused (docs/patching.md).
 
     Args:
@@ -110,7 +111,7 @@ def load_model(
 
     Raises:
         FileNotFoundError: for an unknown name or folder, missing files, or a Hub checkpoint that cannot be had.
-        ValueError: for a model type, dtype, layout or damaged file; the message quotes it.
+        ValueError: for a model type, dtype, layout, adapter or damaged file; the message quotes it.
         TypeError: for a ``residency`` that is no `ResidencyConfig`.
     """
     target_device = _device(device)
@@ -134,26 +135,10 @@ def load_model(
     headers = read_headers(folder)
     layout = _check_against_model(folder, headers, lm_class, config)
     weights_dtype = requested_dtype or _stored_dtype(folder, headers)
-    if layout == "per_expert" and ep_group is None and residency is None:
-        model, info = lm_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=weights_dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        _check_loaded(folder, model, info)
-        model.to(target_device)
-    else:
-        build = partial(
-            lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation
-        )
-        share = None if ep_group is None else ExpertParallel(config.sizes().experts, ep_group, layout=ep_layout).experts
-        model = load_stacked(
-            folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None
-        )
+    config.name_or_path = str(folder)
+    build = partial(lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation)
+    share = None if ep_group is None else ExpertParallel(config.sizes().experts, ep_group, layout=ep_layout).experts
+    model = load_stacked(folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None)
     model.generation_config = generation_config
     if residency is not None:
         object.__setattr__(model, ORIGIN, Origin(folder, headers, target_device))
@@ -161,7 +146,7 @@ def load_model(
         patch(
             model.eval(), ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity, residency=residency
         )
-    return model.eval(), _tokenizer(folder)
+    return model.eval(), _tokenizer(folder, config)
 
 
 @dataclass(frozen=True)
@@ -200,6 +185,7 @@ def read_checkpoint(
     """
     folder = _locate(path_or_id, revision, local_files_only, patterns=("*.json",))
     config, lm_class = _classes(folder)
+    tokenizer_files(folder)
     eos = read_generation_config(folder, config.vocab_size).eos_token_id
     eos = config.eos_token_id if eos is None else eos
     if any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir():
@@ -214,11 +200,20 @@ def read_checkpoint(
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    """Configuration and class. Only keys of our own are taken: those of transformers name code, kernels and files."""
     written = read_config(folder)
     config_class, _, lm_class = _family(folder, written)
-    if written["model_type"] in _ALIASES:
-        return config_class.from_dict({**written, "model_type": _ALIASES[written["model_type"]]}), lm_class
-    return config_class.from_pretrained(folder), lm_class
+    names = own_fields(config_class)
+    for key in ("dtype", "torch_dtype"):  # not read: the files say what they hold
+        name = str(written.get(key) or "float32").removeprefix("torch.")
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"{folder / CONFIG_NAME} has {key}={str(written[key])[:100]!r}: expected 'bfloat16' or alike")
+    try:
+        config = config_class(**{key: value for key, value in written.items() if key in names})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error
+    config.architectures = [lm_class.__name__]
+    return config, lm_class
 
 
 def _quoted(names: Any) -> str:
@@ -299,16 +294,12 @@ def _family(
     folder: Path, config: dict[str, Any]
 ) -> tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
     model_type = config.get("model_type")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method")
+    name = _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else None
+    if name not in _FAMILIES:
         raise ValueError(
-            f"{folder} is quantised (quantization_config.quant_method={method!r}): expected bfloat16, float16 or "
-            "float32 weights; load the unquantised checkpoint"
+            f"{folder / CONFIG_NAME} has model_type={repr(model_type)[:100]}: expected one of {_quoted(_FAMILIES)}"
         )
-    model_type = _ALIASES.get(model_type, model_type)
-    if model_type not in _FAMILIES:
-        raise ValueError(f"{folder} has model_type={model_type!r}: expected one of {_quoted(_FAMILIES)}")
-    return _FAMILIES[model_type]
+    return _FAMILIES[name]
 
 
 def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype:
@@ -354,6 +345,7 @@ def _check_against_model(
     folder: Path, headers: dict[str, TensorHeader], lm_class: Callable[..., Any], config: PretrainedConfig
 ) -> LayoutName:
     """Refuse tensors that do not fit the model; how the files hold the experts."""
+    check_sizes(folder, headers, config.sizes(), config.mask_token_id)
     layout = find_layout(headers)
     expected = stored_shapes(_expected_shapes(lm_class, config), layout)
     optional: list[str] = []
@@ -365,24 +357,18 @@ def _check_against_model(
     return layout
 
 
-def _check_loaded(folder: Path, model: nn.Module, info: dict[str, Any]) -> None:
-    """What transformers did must agree with what the headers promised."""
-    for what in ("mismatched_keys", "error_msgs"):
-        if info.get(what):
-            raise RuntimeError(f"loading {folder}: transformers reports {what}={info[what]!r}")
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias") and buffer.dtype != torch.float32:
-            raise RuntimeError(
-                f"loading {folder}: {name} became {buffer.dtype}, which changes the choice of experts; expected "
-                "torch.float32. Please report this with your transformers version"
-            )
-
-
-def _tokenizer(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        warnings.warn(
-            f"{folder} has no tokenizer files ({', '.join(_TOKENIZER_FILES)}): load_model returns None for it",
-            stacklevel=3,
-        )
+def _tokenizer(folder: Path, config: PretrainedConfig) -> Any:
+    files = tokenizer_files(folder)
+    if not files:
+        warnings.warn(f"{folder} has no tokenizer files: load_model returns None for it", stacklevel=3)
         return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        # With its configuration, so that config.json is not read by others.
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library panics with an error that is no Exception
+        raise ValueError(
+            f"{folder}: no tokenizer can be made of {', '.join(files)} without code from the checkpoint "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        ) from error

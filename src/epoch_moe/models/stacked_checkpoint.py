@@ -1,8 +1,8 @@
 """Loading tensor by tensor: experts straight into stacked storage, all of a layer's or one rank's share.
 
-For checkpoints that hold a layer's experts in few tensors (dFactory's stacked ones, dInfer's fused ones), and for
-models whose experts are split over ranks, whatever the layout. They are loaded into the same classes as released
-checkpoints: each expert's parameters are views of the layer's stacked tensors, which are filled one layer at a time, so
+For checkpoints of every layout: experts one by one (released), a layer's in few tensors (dFactory's stacked ones,
+dInfer's fused ones), and for models whose experts are split over ranks. All are loaded into the same classes: each
+expert's parameters are views of the layer's stacked tensors, which are filled one layer at a time, so
 that no weight exists twice, and none that belongs to another rank exists at all. Saving writes the released layout.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
@@ -95,7 +95,7 @@ def load_stacked(
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     with ExitStack() as stack:
         names = {header.file for header in headers.values()}
-        files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)}
+        files = {name: stack.enter_context(_open(folder / name)) for name in sorted(names)}
 
         def read(key: str) -> Tensor:
             return files[headers[key].file].get_tensor(key)  # type: ignore[no-any-return]
@@ -129,6 +129,13 @@ def load_stacked(
     if left:
         raise RuntimeError(f"loading {folder}: nothing was read for {', '.join(left[:3])}; please report this")
     return model
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _fill_experts(

@@ -350,8 +350,6 @@ def find_parts(
         wanted = shape if not stacked else (header.shape[0], *shape)
         if header.shape != wanted or (stacked and header.shape[0] < experts.stop):
             raise ValueError(f"{key} has shape {list(header.shape)}: expected {['experts', *shape][not stacked :]}")
-        if header.dtype not in STORED_DTYPES:
-            raise ValueError(f"{key} is stored as {header.dtype}: expected {', '.join(STORED_DTYPES)}")
         dtypes.add(header.dtype)
         item = STORED_DTYPES[header.dtype].itemsize
         size = shape[0] * shape[1] * item
