@@ -90,8 +90,9 @@ def inspection_text(result: Mapping[str, Any]) -> str:
         f"experts: {size(result['expert_bytes'])}, {size(result['bytes_per_expert'])} each, inner size "
         f"{result['expert_inner_size']}, {'with' if result['shared_expert'] else 'without'} a shared expert, "
         f"{_LAYOUT_WORDS[result['expert_layout']]}",
-        f"patch() would replace {result['moe_layers']} blocks, move {size(result['moved_bytes'])} into stacked storage "
-        f"(peak extra memory {size(result['peak_extra_bytes'])}), and leave state_dict as it is:",
+        f"patch() would replace {result['moe_layers']} blocks and leave state_dict as it is; load_model has experts in "
+        f"stacked storage, of other models patch() moves {size(result['moved_bytes'])} there (peak extra memory "
+        f"{size(result['peak_extra_bytes'])}):",
         *(f"  {line}" for line in result["patch"][:3]),
         *([f"  ... and {result['moe_layers'] - 3} more"] if result["moe_layers"] > 3 else []),
     ]

@@ -207,7 +207,9 @@ def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     for key in ("dtype", "torch_dtype"):  # not read: the files say what they hold
         name = str(written.get(key) or "float32").removeprefix("torch.")
         if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"{folder / CONFIG_NAME} has {key}={str(written[key])[:100]!r}: expected 'bfloat16' or alike")
+            raise ValueError(
+                f"{folder / CONFIG_NAME} has {key}={str(written[key])[:100]!r}: expected the name of a dtype"
+            )
     try:
         config = config_class(**{key: value for key, value in written.items() if key in names})
     except (TypeError, ValueError) as error:
