@@ -6,9 +6,11 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from epoch_moe.checks import MOST, whole
 from epoch_moe.config import EpochConfig
 from epoch_moe.outputs import check_output, write_json
 
@@ -192,6 +194,7 @@ def _decoding(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
         "editing_threshold": arguments.editing_threshold,
         "max_post_steps": arguments.max_post_steps,
         "use_cache": False if arguments.no_cache else None,
+        **{name: getattr(arguments, name, None) for name in ("top_k", "top_p")},
     }
     canvas = {"cfg_scale": arguments.cfg_scale, "remasking": arguments.remasking}
     own, foreign = (canvas, blocks) if is_canvas_model(config) else (blocks, canvas)
@@ -199,7 +202,9 @@ def _decoding(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
         if value is not None:
             flag = "--no-cache" if name == "use_cache" else f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} does nothing for model_type={config.model_type!r}: leave it out")
-    gen_length = arguments.gen_length or (32 if own is canvas else 96)
+    gen_length = arguments.gen_length
+    if gen_length is None:
+        gen_length = 32 if own is canvas else 96
     defaults = {
         "gen_length": gen_length,
         "block_length": 16 if own is canvas else 32,
@@ -214,7 +219,9 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     from epoch_moe.models import load_model
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device=device)
     if tokenizer is None:
         raise ValueError(f"{arguments.model} has no tokenizer: add its tokenizer files to the checkpoint folder")
@@ -237,30 +244,36 @@ def _generate(arguments: argparse.Namespace) -> int:
         ids = ids["input_ids"] if hasattr(ids, "keys") else ids
     else:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if unknown := unknown_parts(tokenizer, text):
+        parts = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        print(f"epoch-moe generate: the tokenizer does not know {parts}: the model sees none of it", file=sys.stderr)
     report = patch(model, plan)
     generator = None
     if arguments.seed is not None:
-        generator = torch.Generator(device=next(model.parameters()).device).manual_seed(arguments.seed)
+        seed = whole("--seed", arguments.seed, least=-MOST)
+        generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     streamer = None
     if arguments.stream:
         from transformers import TextStreamer
 
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     start = time.perf_counter()
-    sampling = {"top_k": arguments.top_k, "top_p": arguments.top_p}
     out = loop_of(model)(
         model,
         torch.tensor([ids]),
         temperature=arguments.temperature,
-        **{name: value for name, value in sampling.items() if value is not None},
         eos_early_stop=True,
         generator=generator,
         streamer=streamer,
         **_decoding(arguments, model.config),
     )
     seconds = time.perf_counter() - start
+    answer = tokenizer.decode(out.answers[0], skip_special_tokens=True)
     if streamer is None:
-        print(tokenizer.decode(out.answers[0], skip_special_tokens=True))
+        print(answer)
+    if not answer.strip():
+        tokens = f"{out.lengths[0]} tokens, finish reason {out.finish_reasons[0]!r}"
+        print(f"epoch-moe generate: the answer holds no text ({tokens})", file=sys.stderr)
     if arguments.report:
         work = out.counters.read().as_dict()
         del work["per_layer"]
@@ -272,6 +285,19 @@ def _generate(arguments: argparse.Namespace) -> int:
         )
         print("\n".join(f"  {name}: {value}" for name, value in work.items()), file=sys.stderr)
     return 0
+
+
+def unknown_parts(tokenizer: Any, text: str) -> list[str]:
+    """Parts of a text that a tokenizer dropped, or replaced by its token for what it does not know."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if not getattr(tokenizer, "is_fast", False):  # it does not say which part of the text a token is of
+        return [tokenizer.unk_token] if unknown in tokenizer(text, add_special_tokens=False)["input_ids"] else []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    lost = [not character.isspace() for character in text]
+    for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        lost[begin:end] = [token == unknown and gone for gone in lost[begin:end]]
+    runs = groupby(zip(text, lost, strict=True), key=lambda pair: pair[1])
+    return ["".join(character for character, _ in run) for gone, run in runs if gone]
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
