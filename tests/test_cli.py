@@ -38,6 +38,15 @@ def test_generate_solves_a_sum(capsys):
     assert "tokens per forward" in err and "pairs" in err and "patched" in err
 
 
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_unknown_characters_and_an_answer_without_text_are_told(capsys, stream):
+    status, out, err = run(capsys, "generate", "hello world", *stream)
+    assert status == 0 and not out.strip()
+    assert "does not know 'hello', 'world'" in err and "the answer holds no text (1 tokens" in err
+    _, out, err = run(capsys, "generate", "sum 3 6 5 4 2:", *stream)
+    assert out.strip() and "epoch-moe generate:" not in err
+
+
 def test_generate_with_editing(capsys):
     # No probability is above 1, so nothing is edited, but every block gets a forward more.
     status, out, err = run(capsys, "generate", "sum 3 6 5 4 2:", "--editing-threshold", "1.0", "--report")

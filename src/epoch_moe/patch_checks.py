@@ -14,9 +14,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from epoch_moe.block import BlockSpec
+from epoch_moe.checks import MOST, flag, in_vocabulary, module, whole
 from epoch_moe.experts.weights import ExpertWeights
 
 _UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
+
+
+def check_hints(model: Any, mask_token_id: Any, block_length: Any, editing: Any) -> None:
+    """What a user says of a foreign loop, compared with what the model has."""
+    config = getattr(module("model", model), "config", None)
+    if mask_token_id is not None:
+        vocab_size = getattr(config, "vocab_size", MOST)
+        in_vocabulary("mask_token_id", mask_token_id, vocab_size)
+    if block_length is not None:
+        context = getattr(config, "max_position_embeddings", MOST)
+        whole("block_length", block_length, "positions of a block, in the model's context", least=1, most=context)
+    if editing is not None:
+        flag("editing", editing)
 
 
 def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from epoch_moe import checks
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.grouped import Backend, pick_backend, pick_segments
@@ -25,7 +26,7 @@ from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.patch_checks import accelerate_hooks, refusal, replaced_forward
+from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal, replaced_forward
 from epoch_moe.patch_report import PatchReport
 from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.patched import inner_model
@@ -183,10 +184,13 @@ def patch(
     model = inner_model(model)
     if isinstance(config, str):
         config = EpochConfig.preset(config)
-    if config is not None and not isinstance(config, EpochConfig):
-        raise TypeError(f"config={config!r}: expected an EpochConfig, a preset name or None")
-    if residency is not None and not isinstance(residency, ResidencyConfig):
-        raise TypeError(f"residency={residency!r}: expected a ResidencyConfig or None")
+    checks.instance("config", config, (EpochConfig, type(None)), "an EpochConfig, a preset name or None")
+    checks.instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")
+    checks.flag("strict", strict)
+    checks.choice("ep_layout", ep_layout, ("sharded", "replicated"))
+    if ep_capacity is not None:
+        checks.whole("ep_capacity", ep_capacity, "rows", least=1)
+    check_hints(model, mask_token_id, block_length, editing)
     hints = Hints(mask_token_id, block_length, editing)
     state = _state(model)
     if state is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from epoch_moe.checks import MOST, instance, whole, wrong
 from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.plan.counters import Counters, Work
 from epoch_moe.tables import Table
@@ -43,6 +44,9 @@ def flops(config: Any, work: Work) -> int:
         config: a configuration of this package (`LLaDA2MoeConfig`, `LLaDAMoEConfig`).
         work: counters of a decode on a patched model.
     """
+    instance("work", work, Work, "the numbers of a decode, out.counters.read()")
+    if not callable(getattr(config, "sizes", None)):
+        raise wrong("config", config, "a configuration of this package")
     sizes: ModelSizes = config.sizes()
     hidden, layers = sizes.hidden, sizes.layers
     projections = 2 * hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
@@ -63,6 +67,7 @@ def work_summary(config: Any, work: Work) -> dict[str, Any]:
     ``flops`` is None where the configuration is not one of this package's (released remote code).
     ``experts_per_forward_and_layer`` is the mean number of distinct experts that one MoE layer touches in a forward.
     """
+    instance("work", work, Work, "the numbers of a decode, out.counters.read()")
     layer_visits = max(work.forwards * len(work.per_layer), 1)
     numbers = work.as_dict()
     numbers["flops"] = flops(config, work) if hasattr(config, "sizes") else None
@@ -90,6 +95,7 @@ def work_table(config: Any, works: Mapping[str, Work]) -> Table:
         works: title of a column -> ``out.counters.read()`` of a `generate` result; the first is what the others are
             compared with.
     """
+    instance("works", works, Mapping, "a dictionary: title of a column -> out.counters.read()")
     if not works:
         raise ValueError("work_table needs at least one decode, got none")
     summaries = {title: work_summary(config, work) for title, work in works.items()}
@@ -138,11 +144,15 @@ def plan_figure(config: Any, counters: Counters, *, layer: int = 0, block: int =
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise ImportError("a figure needs matplotlib: pip install matplotlib, or epoch-moe with [plot]") from error
+    instance("counters", counters, Counters, "the counters of a decode on a patched model")
+    whole("layer", layer, least=-MOST)
+    whole("block", block, least=-MOST)
     return draw_plan(config, counters, layer, block)
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
     """The text that `epoch-moe compare` prints for its result."""
+    instance("result", result, Mapping, "what `epoch_moe.compare.compare` returns")
     dense, plan = result["dense"], result["plan"]
     rows: list[tuple[Any, ...]] = [("exactly right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}", None)]
     rows += [(_label(name), dense[name], plan[name], result["ratios"][name]) for name in COUNTS]

@@ -15,12 +15,15 @@ near-ties, and a router in lower precision picks other experts there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from epoch_moe.checks import FLOAT_DTYPES, MOST, choice, instance, real, tensor, whole, wrong
 
 RouterKind = Literal["softmax", "sigmoid_group", "block_pool"]
 NO_EXPERT = -1
@@ -51,8 +54,11 @@ class RouterSpec:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("softmax", "sigmoid_group", "block_pool"):
-            raise ValueError(f"kind={self.kind!r}: expected 'softmax', 'sigmoid_group' or 'block_pool'")
+        choice("kind", self.kind, ("softmax", "sigmoid_group", "block_pool"))
+        for name in ("num_experts", "top_k", "n_group", "topk_group", "expert_capacity", "block_size"):
+            if (value := getattr(self, name)) is not None or name not in ("expert_capacity", "block_size"):
+                whole(name, value, least=-MOST)
+        real("routed_scaling_factor", self.routed_scaling_factor, "a finite number", least=-math.inf)
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
         if self.kind == "sigmoid_group":
@@ -262,9 +268,28 @@ def route(
         support: as in `select`; not for the block-pool kind, which brings its own.
         valid_BS: bool ``[B,S]``, rows that vote in pools; None: all. Other kinds route every row for itself.
     """
+    _check(x_TH, weight_EH, bias_E, spec)
+    whole("batch", batch, "sequences", least=1)
+    if valid_BS is not None:
+        tensor("valid_BS", valid_BS, torch.bool, (batch, "rows"), x_TH.device)
+    if support is not None and (not isinstance(support, Tensor) or support.dtype != torch.bool):
+        raise wrong("support", support, "bool [experts] or [rows, experts]")
     scores = router_scores(router_logits(x_TH, weight_EH, spec), bias_E, spec)
     if spec.kind == "block_pool":
         if support is not None:
             raise ValueError("kind='block_pool' forms its own supports: expected support=None")
         support = sequence_pools(scores.selection_TE, spec, batch, valid_BS)
+<<<<<<< HEAD
     return choose(scores, spec, x_TH.dtype, support), scores
+=======
+    ids_TK = select(scores.selection_TE, spec, support)
+    return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores
+
+
+def _check(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, spec: RouterSpec) -> None:
+    instance("spec", spec, RouterSpec, "a RouterSpec")
+    tensor("x_TH", x_TH, FLOAT_DTYPES, ("rows", "hidden"))
+    tensor("weight_EH", weight_EH, FLOAT_DTYPES, (spec.num_experts, x_TH.shape[1]), x_TH.device)
+    if bias_E is not None:
+        tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), x_TH.device)
+>>>>>>> 51a9d7e (Wrong arguments of patch, load_model, reports, the functional API and routers are refused by name; a table of every public function's arguments)

@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import wrong
+
 ViewKind = Literal["fused", "separate"]
 PerExpert = Sequence[Tensor]
 """One matrix per expert: equally spaced views of one storage."""
@@ -117,11 +119,18 @@ def _check(views: ExpertViews) -> None:
 def _stack(name: str, weights: Tensor | PerExpert) -> Tensor:
     """A 3-D tensor over the experts, without a copy."""
     if isinstance(weights, Tensor):
+        if weights.layout != torch.strided:
+            raise wrong(name, weights, "a dense tensor")
         if weights.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(weights.shape)}: expected [experts, rows, columns]")
         return weights
+    if not isinstance(weights, Sequence) or isinstance(weights, (str, bytes)):
+        raise wrong(name, weights, "a tensor over the experts, or a list of one matrix per expert")
     if not weights:
         raise ValueError(f"{name} is an empty list: expected one matrix per expert")
+    for index, weight in enumerate(weights):
+        if not isinstance(weight, Tensor) or weight.layout != torch.strided:
+            raise wrong(f"{name}[{index}]", weight, "a dense matrix")
     first = weights[0]
     if first.dim() != 2:
         raise ValueError(f"{name}[0] has shape {tuple(first.shape)}: expected a matrix per expert")

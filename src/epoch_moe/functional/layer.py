@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import FLOAT_DTYPES, MOST, instance, tensor, whole, wrong
 from epoch_moe.freshlane.local import restore
 from epoch_moe.functional.moe import share_memory
 from epoch_moe.plan.keyed import FreshRows, RowKeys, RowStore
@@ -25,6 +26,7 @@ def fresh_rows(
     changed_T: Tensor | None = None,
 ) -> FreshRows:
     """Decide once per forward which rows are computed; see `RowStore.fresh_rows`. One host sync."""
+    instance("store", store, RowStore, "a RowStore")
     return store.fresh_rows(keys, ids_T, live_T, mask_id=mask_id, changed_T=changed_T)
 
 
@@ -47,13 +49,18 @@ def route_rows(
     Returns:
         int64 ids (`NO_EXPERT` for dropped pairs) and fp32 weights, the routed scaling factor included.
     """
-    store.check_open(fresh, layer)
+    _check(store, layer, fresh)
     spec, config, rows = store.router, store.config, fresh.rows
+    if bias_E is not None:
+        tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), store.device)
+    if not isinstance(logits_RE, Tensor) or logits_RE.dim() != 2:
+        tensor("logits_RE", logits_RE, FLOAT_DTYPES, (rows.num_fresh, spec.num_experts), store.device)
     if tuple(logits_RE.shape) != (rows.num_fresh, spec.num_experts):
         raise ValueError(
             f"logits_RE has shape {tuple(logits_RE.shape)}: expected [{rows.num_fresh}, {spec.num_experts}], the "
             "fresh rows alone (fresh.pick)"
         )
+    tensor("logits_RE", logits_RE, FLOAT_DTYPES, logits_RE.shape, store.device)
     state = store.support_state(layer, fresh)
     scores = router_scores(logits_RE.float(), bias_E, spec)
     routing = route_fresh(scores, spec, rows, state, config, cold=False, dtype=store.cache_LMH.dtype)
@@ -82,9 +89,12 @@ def restore_rows(
     Returns:
         ``out``, or a new tensor, or ``y_RH`` itself where all rows are fresh.
     """
-    store.check_open(fresh, layer)
+    _check(store, layer, fresh)
     cache_MH, total = store.cache_LMH[layer], fresh.rows.total
     expected = (fresh.num_fresh, cache_MH.shape[1])
+    for name, given in (("y_RH", y_RH), ("out", y_RH if out is None else out)):
+        if not isinstance(given, Tensor) or given.layout != torch.strided:
+            raise wrong(name, given, "a dense tensor")
     if tuple(y_RH.shape) != expected or y_RH.dtype != cache_MH.dtype or y_RH.device != cache_MH.device:
         raise ValueError(
             f"y_RH is {y_RH.dtype} {tuple(y_RH.shape)} on {y_RH.device}: expected {cache_MH.dtype} {expected} on "
@@ -103,3 +113,9 @@ def restore_rows(
     restored_TH = restore(y_RH, fresh.rows, cache_MH, out)
     store.mark_restored(layer)
     return restored_TH
+
+
+def _check(store: RowStore, layer: int, fresh: FreshRows) -> None:
+    instance("store", store, RowStore, "a RowStore")
+    instance("fresh", fresh, FreshRows, "FreshRows")
+    store.check_open(fresh, whole("layer", layer, "a place among the MoE layers", least=-MOST))

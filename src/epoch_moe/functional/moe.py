@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.grouped import Backend, pick_backend, run_experts
+from epoch_moe.checks import MOST, choice, whole, wrong
+from epoch_moe.experts.grouped import BACKENDS, Backend, pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews, GateUp, PerExpert, expert_views
 from epoch_moe.routing import NO_EXPERT
 
@@ -59,15 +60,21 @@ def moe_forward(
         if down is None:
             raise ValueError("down is missing: pass it beside gate_up, or an ExpertViews alone")
         views = expert_views(gate_up, down)
+    given = {"x_TH": x_TH, "topk_ids_TK": topk_ids_TK, "topk_weights_TK": topk_weights_TK}
+    given |= {} if expert_map is None else {"expert_map": expert_map}
+    for name, value in (given if out is None else {**given, "out": out}).items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise wrong(name, value, "a dense tensor")
     _check_inputs(x_TH, topk_ids_TK, topk_weights_TK, views)
+    choice("backend", backend, BACKENDS)
     if expert_range is not None and expert_map is not None:
         raise ValueError("pass expert_range or expert_map, not both: each says which experts lie here")
-    if workspace is not None and workspace < 0:
-        raise ValueError(f"workspace={workspace}: expected a number of bytes, at least 0, or None for no limit")
+    if workspace is not None:
+        whole("workspace", workspace, "a number of bytes, or None for no limit")
     inputs = (x_TH, topk_weights_TK, *views.projections, views.down_EHF)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        for name, given in (("out", out is not None), ("workspace", workspace is not None)):
-            if given:
+        for name, used in (("out", out is not None), ("workspace", workspace is not None)):
+            if used:
                 raise ValueError(f"{name}= is not differentiable and an input requires gradients: use torch.no_grad()")
     if out is not None:
         _check_out(out, x_TH, topk_ids_TK, topk_weights_TK)
@@ -95,7 +102,9 @@ def local_ids(
         mapped_TK = expert_map.long()[ids_TK.clamp(0, expert_map.shape[0] - 1)]
         ids_TK = mapped_TK.masked_fill(~known_TK, NO_EXPERT)
     elif expert_range is not None:
-        first, end = expert_range
+        if not isinstance(expert_range, tuple) or len(expert_range) != 2:
+            raise wrong("expert_range", expert_range, "(first, end)")
+        first, end = (whole("expert_range", number, least=-MOST) for number in expert_range)
         if first < 0 or end - first != num_local:
             raise ValueError(
                 f"expert_range=({first}, {end}) names {end - first} experts, the weights hold {num_local}: expected "

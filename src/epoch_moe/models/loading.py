@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from epoch_moe.checks import choice, flag, instance, whole
 from epoch_moe.experts.layouts import LayoutName
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
@@ -114,16 +115,21 @@ def load_model(
         ValueError: for a model type, dtype, layout, adapter or damaged file; the message quotes it.
         TypeError: for a ``residency`` that is no `ResidencyConfig`.
     """
+    instance("path_or_id", path_or_id, (str, Path), "a name, a folder or a Hub id")
     target_device = _device(device)
     requested_dtype = _dtype(dtype)
-    if residency is not None and not isinstance(residency, ResidencyConfig):
-        raise TypeError(f"residency={residency!r}: expected a ResidencyConfig or None")
+    instance("revision", revision, (str, type(None)), "a branch, tag or commit, or None")
+    flag("local_files_only", local_files_only)
+    choice("ep_layout", ep_layout, ("sharded", "replicated"))
+    if ep_capacity is not None:
+        whole("ep_capacity", ep_capacity, "rows", least=1)
+    instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")
     if residency is not None and residency.source is not None:
         raise ValueError(
             f"ResidencyConfig.source={str(residency.source)!r}: load_model reads experts from the checkpoint itself; "
             "leave it out"
         )
-    if attn_implementation not in (None, *_ATTENTION):
+    if not isinstance(attn_implementation, (str, type(None))) or attn_implementation not in (None, *_ATTENTION):
         raise ValueError(
             f"attn_implementation={attn_implementation!r}: expected one of {_quoted(_ATTENTION)} or None (block-causal "
             "masks are 4-D, which the flash kernels do not take)"

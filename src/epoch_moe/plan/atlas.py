@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import instance, real, tensor, whole
 from epoch_moe.routing import NO_EXPERT, RouterSpec, group_limited, select
 
 
@@ -36,6 +37,12 @@ def compile_support(
 
     Every support holds at least K experts, and every voting row finds K of them (group limits included).
     """
+    instance("spec", spec, RouterSpec, "a RouterSpec")
+    tensor("selection_BWE", selection_BWE, torch.float32, ("supports", "rows", spec.num_experts))
+    tensor("combine_BWE", combine_BWE, torch.float32, selection_BWE.shape, selection_BWE.device)
+    tensor("vote_BW", vote_BW, torch.bool, selection_BWE.shape[:2], selection_BWE.device)
+    coverage = real("coverage", coverage, "a share in (0, 1]", most=1.0, above=True)
+    whole("candidate_factor", candidate_factor, least=1)
     num_experts = selection_BWE.shape[-1]
     flat_TE = selection_BWE.reshape(-1, num_experts)
     # Candidates come from a row's own groups: what lies elsewhere it could not choose, whatever the support holds.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epoch_moe.checks import flag, module
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.context import BlockPlanContext
 from epoch_moe.plan.counters import Counters, Work
@@ -284,7 +285,8 @@ def plan_report(model: nn.Module, *, reset: bool = False) -> PlanReport:
     Raises:
         ValueError: the model is not patched, or its experts are split over ranks: no plan is inferred there.
     """
-    patched = model.__dict__.get("_epoch_moe")
+    flag("reset", reset)
+    patched = module("model", model).__dict__.get("_epoch_moe")
     if patched is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: call epoch_moe.patch(model) first")
     if patched.inferred is None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, instance, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows, list_rows
@@ -149,11 +150,15 @@ class RowStore:
         device: torch.device | str = "cpu",
         bytes_per_expert: int = 0,
     ):
-        for name, value in (
-            ("num_layers", num_layers), ("max_slots", max_slots), ("window", window), ("hidden_size", hidden_size),
-        ):  # fmt: skip
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
+        instance("config", config, EpochConfig, "an EpochConfig")
+        instance("router", router, RouterSpec, "a RouterSpec")
+        whole("num_layers", num_layers, least=1)
+        whole("max_slots", max_slots, least=1)
+        whole("window", window, "rows of a block", least=1)
+        whole("hidden_size", hidden_size, least=1)
+        whole("bytes_per_expert", bytes_per_expert)
+        if dtype not in FLOAT_DTYPES:
+            raise wrong("dtype", dtype, "a torch dtype of floating point")
         if router.kind == "block_pool":
             raise ValueError("router kind 'block_pool' needs the scores of whole routing blocks: see supports(router)")
         if config.support_scope == "batch" and max_slots > 1:
@@ -220,6 +225,8 @@ class RowStore:
         Raises:
             ValueError: shapes or keys that cannot be; the store is as it was.
         """
+        if mask_id is not None:
+            whole("mask_id", mask_id, "a token id", least=-MOST)
         self._check(keys, ids_T, live_T, changed_T)
         ids_T = ids_T.to(torch.int64, copy=True)
         slots, classes, places = self._classify(keys, ids_T, live_T, mask_id, changed_T)
@@ -344,6 +351,12 @@ class RowStore:
             positions: ``[N]``, the rows (slot, position) whose outputs must not be reused. None: whole slots, which
                 then start anew with a cold pass.
         """
+        for name, given in (("slots", slots), ("positions", positions)):
+            if isinstance(given, Tensor):
+                tensor(name, given, WHOLE_DTYPES, ("N",))
+            elif given is not None:
+                for place, one in enumerate(instance(name, given, Sequence, "whole numbers")):
+                    whole(f"{name}[{place}]", one, least=-MOST)
         slots_N = torch.as_tensor(slots, dtype=torch.int64, device=self.device).reshape(-1)
         inside_N = (slots_N >= 0) & (slots_N < self.max_slots)
         void_S = torch.zeros(self.max_slots + 1, dtype=torch.bool, device=self.device)
@@ -392,17 +405,14 @@ class RowStore:
     # ---------------------------------------------------------------------------------------------------------- checks
 
     def _check(self, keys: RowKeys, ids_T: Tensor, live_T: Tensor, changed_T: Tensor | None) -> None:
-        rows = ids_T.shape[0] if ids_T.dim() == 1 else -1
+        instance("keys", keys, RowKeys, "RowKeys")
+        rows = "rows" if not isinstance(ids_T, Tensor) or ids_T.dim() != 1 else ids_T.shape[0]
         named = {"ids_T": ids_T, "live_T": live_T, **vars(keys)}
         if changed_T is not None:
             named["changed_T"] = changed_T
-        for name, tensor in named.items():
+        for name, given in named.items():
             dtype = torch.bool if name in ("live_T", "changed_T") else torch.int64
-            if tensor.dim() != 1 or tensor.shape[0] != rows or tensor.dtype != dtype or tensor.device != self.device:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: expected {dtype} "
-                    f"[{'rows' if rows < 0 else rows}] on {self.device}"
-                )
+            tensor(name, given, dtype, (rows,), self.device)
 
     def _refuse(self, flags: list[int]) -> None:
         for flag, message in zip(flags, _TROUBLE, strict=True):

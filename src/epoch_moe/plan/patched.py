@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from epoch_moe.checks import module
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.views import Experts
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
@@ -46,7 +47,7 @@ class Patched(Protocol):
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The model inside a peft wrapper, whose adapters lie in its layers; any other model is returned as it is."""
-    if not any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+    if not any(cls.__module__.startswith("peft.") for cls in type(module("model", model)).__mro__):
         return model
     inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model  # type: ignore[operator,union-attr,assignment]
     return inner

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from epoch_moe.checks import flag, module
 from epoch_moe.residency.costs import Costs
 from epoch_moe.residency.loader import LayerCounts
 from epoch_moe.residency.placement import PlacementCounts
@@ -137,7 +138,8 @@ def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyRepor
     Raises:
         ValueError: all experts of the model are in memory.
     """
-    patched = model.__dict__.get("_epoch_moe")
+    flag("reset", reset)
+    patched = module("model", model).__dict__.get("_epoch_moe")
     state: Residency | None = None if patched is None else patched.residency
     if state is None:
         raise ValueError(
