@@ -279,11 +279,7 @@ def route(
         if support is not None:
             raise ValueError("kind='block_pool' forms its own supports: expected support=None")
         support = sequence_pools(scores.selection_TE, spec, batch, valid_BS)
-<<<<<<< HEAD
     return choose(scores, spec, x_TH.dtype, support), scores
-=======
-    ids_TK = select(scores.selection_TE, spec, support)
-    return Routing(ids_TK, combine_weights(scores.combine_TE, ids_TK, spec, x_TH.dtype)), scores
 
 
 def _check(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, spec: RouterSpec) -> None:
@@ -292,4 +288,3 @@ def _check(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, spec: RouterS
     tensor("weight_EH", weight_EH, FLOAT_DTYPES, (spec.num_experts, x_TH.shape[1]), x_TH.device)
     if bias_E is not None:
         tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), x_TH.device)
->>>>>>> 51a9d7e (Wrong arguments of patch, load_model, reports, the functional API and routers are refused by name; a table of every public function's arguments)
