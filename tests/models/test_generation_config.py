@@ -72,7 +72,7 @@ def test_they_end_an_answer(checkpoint: Path, tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ([124], "holds a list: expected a JSON object"),
+        ([124], "is not valid JSON"),
         ({"eos_token_id": "124"}, "has eos_token_id='124': expected an id in 0..127"),
         ({"eos_token_id": [5, 128]}, r"has eos_token_id=\[5, 128\]: expected an id in 0..127"),
         ({"eos_token_id": True}, "has eos_token_id=True: expected an id"),
