@@ -131,7 +131,7 @@ def test_no_second_copy_of_the_weights(model: LLaDA2MoeModelLM, monkeypatch: pyt
     assert peak <= before + 2 * layer_bytes
     addresses = set(storages(model))
     for block in moe_modules(model):
-        for stacked in (block.weights.stacked.gate_up_E2FH, block.weights.stacked.down_EHF):  # type: ignore[union-attr]
+        for stacked in (block.weights.ensure().gate_up_E2FH, block.weights.ensure().down_EHF):  # type: ignore[union-attr]
             assert stacked.untyped_storage().data_ptr() in addresses
     # What a native block has stacked already is shared.
     again = copy.deepcopy(loaded())

@@ -242,8 +242,8 @@ def _pack(trace: Trace) -> dict[str, Tensor]:
         "row_Q": joined(rows, torch.empty(0, dtype=torch.int32)),
         "class_Q": joined(classes, torch.empty(0, dtype=torch.int8)),
         "ids_RK": joined(ids, torch.empty(0, 1, dtype=torch.int16)),
-        "weights_RK": joined(weights, torch.empty(0, 1)),
-        "confidence_T": joined(confidences, torch.empty(0)),
+        "weights_RK": joined(weights, torch.empty(0, 1, dtype=torch.float32)),
+        "confidence_T": joined(confidences, torch.empty(0, dtype=torch.float32)),
         "live_T": joined(live, torch.empty(0, dtype=torch.bool)),
     }
 

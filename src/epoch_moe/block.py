@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.absent import AbsentTensor
+from epoch_moe.experts.bypassed import check_linear, check_router
 from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, worklist_for
-from epoch_moe.experts.layouts import FUSED, LayoutName
-from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.layouts import FUSED, LayoutName, check_tensors
+from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
@@ -28,6 +29,7 @@ from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import ListedRows, PaddedRows
 from epoch_moe.plan.slot import DenseForward, PlanSlot
 from epoch_moe.plan.support import route_fresh
+from epoch_moe.precision import product_dtype
 from epoch_moe.residency.experts import ResidentExperts
 from epoch_moe.routing import (
     RouterSpec,
@@ -63,6 +65,17 @@ class BlockSpec:
     layout: LayoutName = "per_expert"
     shared: str | None = None
     returns_router: bool = False
+
+    def check_gate(self, block: nn.Module) -> None:
+        """Refuse a gate whose forward says more than its weight, as that is all that is read of it.
+
+        Raises:
+            TypeError: naming what it is.
+        """
+        path, _, name = self.gate_weight.rpartition(".")
+        gate = block.get_submodule(path)
+        (check_linear if self.router.kind == "softmax" else check_router)(path, gate)
+        check_tensors([(self.gate_weight, getattr(gate, name))])
 
 
 class EpochMoEBlock(nn.Module):
@@ -125,31 +138,32 @@ class EpochMoEBlock(nn.Module):
         batch, seq_len, hidden = hidden_states.shape
         forward = self.slot.active
         router: tuple[Tensor, Tensor] | None
-        shared = _SharedExpert(self, hidden_states)
+        visit = _Visit(self, hidden_states, differentiable=forward is None and torch.is_grad_enabled())
         if forward is None:
-            routed_TH, router = self._dense(hidden_states, None, shared)
+            routed_TH, router = self._dense(hidden_states, None, visit)
         elif torch.compiler.is_compiling():
             # A plan and its counters are another Python state on every forward: traced, they would be compiled anew.
-            routed_TH, router = torch.compiler.disable(self._under)(hidden_states, forward, shared)
+            routed_TH, router = torch.compiler.disable(self._under)(hidden_states, forward, visit)
         else:
-            routed_TH, router = self._under(hidden_states, forward, shared)
+            routed_TH, router = self._under(hidden_states, forward, visit)
         out = routed_TH.view(batch, seq_len, hidden)
         if self.spec.shared is not None:
-            out = out + shared.output()
+            out = out + visit.shared()
         return (out, router) if self.spec.returns_router else out
 
     def _under(
-        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward, shared: _SharedExpert | None = None
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward, visit: _Visit
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """What a forward under way asks for: rows ``[T,H]``, and router output where they were all computed."""
-        step = forward.enter(self.index, x_BSH) if isinstance(forward, ForwardPlan) else None
-        if isinstance(forward, ForwardPlan) and step is not None:
-            return self._planned(x_BSH.reshape(-1, x_BSH.shape[-1]), forward, step, shared), None
-        return self._dense(x_BSH, forward, shared)
+        if isinstance(forward, ForwardPlan):
+            # The kernels compute in the dtype of their weights, whatever autocast says.
+            dtype = product_dtype(x_BSH) if forward.plan.compact is None else visit.stacked.down_EHF.dtype
+            step = forward.enter(self.index, x_BSH, dtype, visit.version)
+            if step is not None:
+                return self._planned(x_BSH.reshape(-1, x_BSH.shape[-1]), forward, step, visit), None
+        return self._dense(x_BSH, forward, visit)
 
-    def _planned(
-        self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep, shared: _SharedExpert | None = None
-    ) -> Tensor:
+    def _planned(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep, visit: _Visit) -> Tensor:
         if self.training:
             raise RuntimeError("a block plan is active and the model is in training mode: call model.eval() to decode")
         if torch.is_grad_enabled() and (x_TH.requires_grad or any(p.requires_grad for p in self.parameters())):
@@ -162,11 +176,11 @@ class EpochMoEBlock(nn.Module):
         if isinstance(step.rows, PaddedRows):
             if self.slot.listener is not None:
                 raise RuntimeError("recording was begun within a block of backend='triton': begin it between blocks")
-            out_TH, counts_E = planned_lane(x_TH, step.rows, routing, self.weights.stacked, step.state.cache_MH)
+            out_TH, counts_E = planned_lane(x_TH, step.rows, routing, visit.stacked, step.state.cache_MH)
             forward.counters.add_layer(self.index, step.rows.count, counts_E)
-            return out_TH
+            return out_TH.to(product_dtype(x_TH))
         shard = DenseShard(step.rows, step.state.cache_MH)
-        return shard.finish(self._experts(x_RH, routing, forward, shared, shard))
+        return shard.finish(self._experts(x_RH, routing, forward, visit, shard))
 
     def _route(self, x_TH: Tensor, forward: ForwardPlan, step: LayerStep) -> tuple[Tensor, Routing]:
         """The fresh rows, packed, and their experts inside the layer's support."""
@@ -209,9 +223,10 @@ class EpochMoEBlock(nn.Module):
         return DeviceSelection(scores, self._gate()[1], self.spec.router, config, rows, dtype, pools_RE)
 
     def _dense(
-        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None, shared: _SharedExpert | None = None
+        self, x_BSH: Tensor, forward: ForwardPlan | DenseForward | None, visit: _Visit | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """All rows, all experts: the model's own function, and its router output."""
+        visit = _Visit(self, x_BSH) if visit is None else visit
         spec, (batch, seq_len, hidden) = self.spec.router, x_BSH.shape
         x_TH = x_BSH.reshape(-1, hidden)
         valid_BS = None if forward is None else forward.valid_of(x_BSH)
@@ -222,10 +237,10 @@ class EpochMoEBlock(nn.Module):
         )
         rows_R = forward.rows_of(x_BSH) if isinstance(forward, DenseForward) else None
         if rows_R is None:
-            return self._experts(x_TH, routing, forward, shared), router
+            return self._experts(x_TH, routing, forward, visit), router
         valid = Routing(routing.ids_TK[rows_R], routing.weights_TK[rows_R])
-        y_RH = self._experts(x_TH[rows_R], valid, forward, shared)
-        return torch.zeros_like(x_TH).index_copy_(0, rows_R, y_RH), router
+        y_RH = self._experts(x_TH[rows_R], valid, forward, visit)
+        return y_RH.new_zeros(x_TH.shape).index_copy_(0, rows_R, y_RH), router
 
     def _gate(self) -> tuple[Tensor, Tensor | None]:
         """Router weight ``[E,H]`` and expert bias ``[E]``."""
@@ -252,24 +267,25 @@ class EpochMoEBlock(nn.Module):
         x_RH: Tensor,
         routing: Routing,
         forward: ForwardPlan | DenseForward | None,
-        shared: _SharedExpert | None = None,
+        visit: _Visit,
         shard: DenseShard | None = None,
     ) -> Tensor:
         """Routed experts of some rows, counted: all here, or wherever they are.
 
         What needs none of them, the shared expert and cached rows, is done while rows are under way.
         """
+        x_RH = x_RH.to(product_dtype(x_RH))
         if self.ep is None:
-            return self._run_local(x_RH, routing.ids_TK, routing.weights_TK, forward, x_RH.shape[0])
+            return self._run_local(x_RH, routing.ids_TK, routing.weights_TK, forward, visit, x_RH.shape[0])
         if torch.is_grad_enabled() and x_RH.requires_grad:
             raise RuntimeError("experts on several ranks have no backward pass: run under torch.no_grad()")
         return self.ep.run(
             x_RH,
             routing.ids_TK,
             routing.weights_TK,
-            lambda x_NH, ids_NK, weights_NK: self._run_local(x_NH, ids_NK, weights_NK, forward, x_RH.shape[0]),
+            lambda x_NH, ids_NK, weights_NK: self._run_local(x_NH, ids_NK, weights_NK, forward, visit, x_RH.shape[0]),
             name=self.name,
-            meanwhile=None if shared is None else shared.compute,
+            meanwhile=visit.compute_shared,
             meanwhile_back=None if shard is None else shard.copy_cached,
         )
 
@@ -279,6 +295,7 @@ class EpochMoEBlock(nn.Module):
         ids_RK: Tensor,
         weights_RK: Tensor,
         forward: ForwardPlan | DenseForward | None,
+        visit: _Visit,
         own_rows: int,
     ) -> Tensor:
         """``[R,H]``: the weighted sum of the experts of this rank that the rows chose.
@@ -294,11 +311,7 @@ class EpochMoEBlock(nn.Module):
             return self._run_resident(self.weights, x_RH, ids_RK, weights_RK, forward, own_rows, known)
         if self.slot.listener is not None:
             self.slot.listener.observe(self.index, ids_RK, weights_RK, forward, known)
-        if forward is None:
-            # Outside a plan nothing has checked the storage for this forward; gradients go to the parameters.
-            stacked = self.weights.differentiable() if torch.is_grad_enabled() else self.weights.ensure()
-        else:
-            stacked = self.weights.stacked  # `BlockPlanContext.begin_block` has checked it
+        stacked = visit.stacked
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
         backend = pick_backend(requested, stacked, x_RH, weights_RK)
         worklist = worklist_for(backend, x_RH, ids_RK, stacked)
@@ -368,24 +381,52 @@ class EpochMoEBlock(nn.Module):
         return f"family={self.spec.family!r}, experts={router.num_experts}, top_k={router.top_k}, index={self.index}"
 
 
-class _SharedExpert:
-    """The shared expert's output on all rows of one forward, computed when there is time for it."""
+class _Visit:
+    """What one forward of the block holds: weights that were checked for it, and the shared expert's output.
 
-    def __init__(self, block: EpochMoEBlock, x_BSH: Tensor):
-        self.block, self.x_BSH = block, x_BSH
-        self._out_BSH: Tensor | None = None
+    Args:
+        block: the block.
+        x_BSH: its input.
+        differentiable: gradients go to the experts' parameters.
 
-    def compute(self) -> None:
-        """Compute it, if the block has one."""
+    Raises:
+        TypeError: the gate or an expert is no longer what `patch` found: an adapter was put on it, say.
+    """
+
+    def __init__(self, block: EpochMoEBlock, x_BSH: Tensor, *, differentiable: bool = False):
+        self.block, self.x_BSH, self.differentiable = block, x_BSH, differentiable
+        self._stacked: Stacked | None = None
+        self._shared_BSH: Tensor | None = None
+        if not torch.compiler.is_compiling():  # a traced forward sees the modules that there were
+            block.spec.check_gate(block)
+
+    @property
+    def stacked(self) -> Stacked:
+        """The experts' weights, checked when they are first asked for."""
+        if self._stacked is None:
+            weights = self.block.weights
+            self._stacked = weights.differentiable() if self.differentiable else weights.ensure()
+        return self._stacked
+
+    @property
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Another value after every change of the router's and the experts' weights."""
+        _ = self.stacked  # a change is noticed when the weights are asked for
+        router = [t for t in self.block._gate() if t is not None]
+        of_router = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in router]
+        return (self.block.weights.version, *of_router)
+
+    def compute_shared(self) -> None:
+        """Compute the shared expert on all rows, if the block has one: done when there is time for it."""
         if self.block.spec.shared is not None:
-            self._out_BSH = getattr(self.block, self.block.spec.shared)(self.x_BSH)
+            self._shared_BSH = getattr(self.block, self.block.spec.shared)(self.x_BSH)
 
-    def output(self) -> Tensor:
-        """``[B,S,H]``."""
-        if self._out_BSH is None:
-            self.compute()
-        assert self._out_BSH is not None
-        return self._out_BSH
+    def shared(self) -> Tensor:
+        """The shared expert's output ``[B,S,H]``."""
+        if self._shared_BSH is None:
+            self.compute_shared()
+        assert self._shared_BSH is not None
+        return self._shared_BSH
 
 
 def _resolve(module: nn.Module, path: str) -> Tensor:

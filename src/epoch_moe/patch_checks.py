@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from epoch_moe.block import BlockSpec
 from epoch_moe.checks import MOST, flag, in_vocabulary, module, whole
+from epoch_moe.experts.bypassed import check_calls, replaced_forward
 from epoch_moe.experts.weights import ExpertWeights
 
 _UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
@@ -45,8 +44,8 @@ def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
             return reason
     source = module if spec.layout == "fused" else getattr(module, spec.experts)
     try:
+        spec.check_gate(module)
         ExpertWeights(source, spec.layout).check()
-        _check_activation(source[0] if spec.layout == "per_expert" else source)
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
@@ -64,11 +63,13 @@ def _hooks_on(name: str, module: nn.Module) -> str:
                 "computes from weights that stay in place: load the model without offloading, or bring them back with "
                 f"{_UNDO_HOOKS}"
             )
-    if replaced := replaced_forward(module):
-        subject = "its forward" if not name else f"{name}.forward"
-        return f"{subject} was replaced by {replaced}, which a patch would drop"
-    if name and (module._forward_hooks or module._forward_pre_hooks):
-        return f"{name} has forward hooks, which would no longer run: remove them first"
+    if not name and (replaced := replaced_forward(module)):
+        return f"its forward was replaced by {replaced}, which a patch would drop"
+    if name:
+        try:
+            check_calls(name, module)
+        except TypeError as error:
+            return str(error)
     return ""
 
 
@@ -77,18 +78,3 @@ def accelerate_hooks(module: nn.Module) -> Iterator[Any]:
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         yield from getattr(hook, "hooks", (hook,))
-
-
-def replaced_forward(module: nn.Module) -> str:
-    """What somebody other than accelerate has put in place of a module's own forward, or ''."""
-    forward = module.__dict__.get("_old_forward" if "_hf_hook" in module.__dict__ else "forward")
-    # Removing an accelerate hook leaves the module's own bound forward in its dictionary.
-    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
-    return "" if forward is None or own else repr(forward)
-
-
-def _check_activation(expert: nn.Module) -> None:
-    activation = getattr(expert, "act_fn", None)
-    x = torch.linspace(-4.0, 4.0, 9, device="cpu")
-    if callable(activation) and not torch.allclose(activation(x), F.silu(x), atol=1e-6):
-        raise TypeError(f"the experts' act_fn is {activation!r}: the LLaDA family's experts have silu")

@@ -18,6 +18,7 @@ from torch import nn
 from epoch_moe import checks
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.bypassed import replaced_forward
 from epoch_moe.experts.grouped import Backend, pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights, Stacked
@@ -26,7 +27,7 @@ from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal, replaced_forward
+from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal
 from epoch_moe.patch_report import PatchReport
 from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.patched import inner_model
@@ -76,12 +77,12 @@ class PatchState:
     @property
     def device(self) -> torch.device:
         """Where ids and masks of forwards are."""
-        return next(iter(self.blocks.values())).weights.stacked.down_EHF.device
+        return next(iter(self.blocks.values())).weights.ensure().down_EHF.device
 
     def idle_forward(self, batch: int, rows: int) -> None:
         """Run every MoE block on rows that do not exist, for the collectives in it."""
         for block in self.blocks.values():
-            down_EHF = block.weights.stacked.down_EHF
+            down_EHF = block.weights.ensure().down_EHF
             size = (batch, rows, down_EHF.shape[1])
             block(torch.zeros(size, dtype=down_EHF.dtype, device=down_EHF.device))
 

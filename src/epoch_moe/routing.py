@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.checks import FLOAT_DTYPES, MOST, choice, instance, real, tensor, whole, wrong
+from epoch_moe.precision import without_autocast
 
 RouterKind = Literal["softmax", "sigmoid_group", "block_pool"]
 NO_EXPERT = -1
@@ -118,11 +119,13 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor, spec: RouterSpec) -> Tensor:
     """Router logits ``[T,E]`` in fp32.
 
     The sigmoid kinds compute in fp32 whatever the model's dtype is; the softmax kind computes in the model's
-    dtype, as LLaDA-MoE's gate (a plain linear layer) does.
+    dtype, as LLaDA-MoE's gate (a plain linear layer) does. Autocast changes neither: in bfloat16 a tenth of the rows
+    would get other experts.
     """
-    if spec.kind == "softmax":
-        return F.linear(x_TH, weight_EH).float()
-    return F.linear(x_TH.float(), weight_EH.float())
+    with without_autocast(x_TH):
+        if spec.kind == "softmax":
+            return F.linear(x_TH.to(weight_EH.dtype), weight_EH).float()
+        return F.linear(x_TH.float(), weight_EH.float())
 
 
 def router_scores(logits_TE: Tensor, bias_E: Tensor | None, spec: RouterSpec) -> Scores:

@@ -225,12 +225,67 @@ def test_frozen_experts_and_optimizer_steps() -> None:
     assert_aliased(block)  # a step keeps the alias: the next forward sees the new weights
 
 
-def test_stacked_before_use_is_refused() -> None:
+def replaced(block: Block) -> None:
+    up = block.experts[2].up_proj
+    up.weight = nn.Parameter(up.weight.detach() * 3)
+
+
+def with_other_data(block: Block) -> None:
+    old = block.experts[4].down_proj.weight.data  # kept alive: what is counted must not be who holds the storage
+    block.experts[4].down_proj.weight.data = old * 3
+    block.old = old
+
+
+def written_in_place(block: Block) -> None:
+    with torch.no_grad():
+        block.experts[0].gate_proj.weight.mul_(3)
+
+
+def loaded_with_assign(block: Block) -> None:
+    block.load_state_dict({k: v * 3 for k, v in block.state_dict().items()}, assign=True)
+
+
+def of_another_expert(block: Block) -> None:
+    block.experts[1] = copy.deepcopy(block.experts[0])
+
+
+@pytest.mark.parametrize("change", [replaced, with_other_data, written_in_place, loaded_with_assign, of_another_expert])
+def test_the_next_use_has_the_new_weights(change: Callable[[Block], None]) -> None:
     block = Block()
-    with pytest.raises(RuntimeError, match=r"ensure\(\)"):
-        _ = block.weights.stacked
+    stacked, version = block.weights.ensure(), block.weights.version
+    assert block.weights.ensure() is stacked and block.weights.version == version
+    change(block)
+    block.weights.ensure()
+    assert block.weights.version != version
+    assert_aliased(block)
+
+
+def add_hook(block: Block) -> None:
+    block.experts[3].up_proj.register_forward_hook(lambda *args: None)
+
+
+def add_expert_hook(block: Block) -> None:
+    block.experts[3].register_forward_pre_hook(lambda *args: None)
+
+
+def replace_forward(block: Block) -> None:
+    block.experts[3].down_proj.forward = lambda x: x
+
+
+def parametrize(block: Block) -> None:
+    nn.utils.parametrizations.weight_norm(block.experts[3].gate_proj)
+
+
+@pytest.mark.parametrize("wrap", [add_hook, add_expert_hook, replace_forward, parametrize])
+def test_what_would_never_run_is_refused_by_name(wrap: Callable[[Block], None]) -> None:
+    block = Block()
     stacked = block.weights.ensure()
-    assert block.weights.stacked is stacked
+    wrap(block)
+    with pytest.raises(TypeError, match=r"experts\[3\]"):
+        block.weights.ensure()
+    with pytest.raises(TypeError, match=r"experts\[3\]"):  # and again: nothing serves the old weights
+        block.weights.differentiable()
+    assert stacked.down_EHF.isfinite().all()
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)

@@ -98,9 +98,8 @@ class JointRule(EditingRule):
         s = self.settings
         assert s.delete_id is not None and s.split_id is not None
         logits_RV = without(logits_RV, s.mask_id)
-        tokens_R, confidence_R = self.draw(logits_RV)
-        tokens_BN = scatter_rows(ids_BN, rows_R, tokens_R)
-        confidence_BN = scatter_rows(torch.ones(ids_BN.shape, device=ids_BN.device), rows_R, confidence_R)
+        tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
+        tokens_R = tokens_BN.flatten()[rows_R]
 
         masked_BN = live_BN & (ids_BN == s.mask_id)
         original_BN = masked_BN & self.original_BN

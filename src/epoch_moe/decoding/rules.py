@@ -82,6 +82,12 @@ class BlockRule(ABC):
         s = self.settings
         return sample_tokens(logits_RV, s.temperature, s.top_k, s.top_p, self.generator)
 
+    def draw_rows(self, ids_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The block with a token drawn for each live row, and the tokens' probabilities (else 1): ``[B,N]`` each."""
+        tokens_R, confidence_R = self.draw(logits_RV)
+        ones_BN = torch.ones(ids_BN.shape, dtype=torch.float32, device=ids_BN.device)
+        return scatter_rows(ids_BN, rows_R, tokens_R), scatter_rows(ones_BN, rows_R, confidence_R)
+
 
 def scatter_rows(values_BN: Tensor, rows_R: Tensor, values_R: Tensor) -> Tensor:
     """A copy of ``values_BN`` with the values of the rows ``rows_R`` replaced."""
@@ -102,9 +108,7 @@ class UnmaskRule(BlockRule):
 
     def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
         """See `BlockRule.commit`."""
-        tokens_R, confidence_R = self.draw(logits_RV)
-        tokens_BN = scatter_rows(ids_BN, rows_R, tokens_R)
-        confidence_BN = scatter_rows(torch.ones(ids_BN.shape, device=ids_BN.device), rows_R, confidence_R)
+        tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
         need = self.settings.schedule[self.step]
         chosen_BN = choose_rows(confidence_BN, live_BN, need, self.settings.threshold)
         new_BN = torch.where(chosen_BN, tokens_BN, ids_BN)
@@ -166,9 +170,7 @@ class RewriteRule(EditingRule):
     def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
         """See `BlockRule.commit`."""
         s = self.settings
-        tokens_R, confidence_R = self.draw(logits_RV)
-        tokens_BN = scatter_rows(ids_BN, rows_R, tokens_R)
-        confidence_BN = scatter_rows(torch.ones(ids_BN.shape, device=ids_BN.device), rows_R, confidence_R)
+        tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
         masked_BN = live_BN & (ids_BN == s.mask_id)
         chosen_BN = choose_rows(confidence_BN, masked_BN, s.num_to_transfer, s.threshold)
         edited_BN = self.edited(ids_BN, tokens_BN, confidence_BN, live_BN)

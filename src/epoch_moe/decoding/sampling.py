@@ -57,13 +57,17 @@ def sample_tokens(
         generator: source of randomness for temperature > 0.
 
     Returns:
-        tokens ``[R]`` int64 and confidence ``[R]`` fp32.
+        tokens ``[R]`` int64 and confidence ``[R]`` fp32, which is NaN where logits are not numbers (NaN or inf): for
+        the caller to see.
     """
     if temperature > 0.0:
-        logits_RV = keep_top_p(keep_top_k(logits_RV / temperature, top_k), top_p)
+        # Below, every fp32 logit would overflow, and any two that differ are infinitely far apart already.
+        logits_RV = keep_top_p(keep_top_k(logits_RV / max(temperature, 1e-30), top_k), top_p)
     probs_RV = logits_RV.softmax(dim=-1)
     if temperature > 0.0 and logits_RV.shape[0]:
-        tokens_R1 = torch.multinomial(probs_RV, num_samples=1, generator=generator)
+        # Rows that are not numbers draw anything: multinomial would fail without a name, on a GPU for good.
+        drawn_from_RV = probs_RV.masked_fill(probs_RV.sum(dim=-1, keepdim=True).isnan(), 1.0)
+        tokens_R1 = torch.multinomial(drawn_from_RV, num_samples=1, generator=generator)
     else:
         tokens_R1 = probs_RV.argmax(dim=-1, keepdim=True)
     return tokens_R1.squeeze(-1), probs_RV.gather(-1, tokens_R1).squeeze(-1)

@@ -234,7 +234,7 @@ class _CanvasLoop:
         rows_R = live_BN.flatten().nonzero().squeeze(1)
         tokens_R, confidence_R = self.sample(self.logits(hidden_BWH[:, begin:end], rows_R))
         tokens_BN = ids_BN.flatten().index_copy(0, rows_R, tokens_R).view_as(ids_BN)
-        confidence_BN = torch.ones(ids_BN.shape, device=rows_R.device)
+        confidence_BN = torch.ones(ids_BN.shape, dtype=torch.float32, device=rows_R.device)
         confidence_BN.view(-1).index_copy_(0, rows_R, confidence_R)
         chosen_BN = choose_rows(confidence_BN, live_BN, need, threshold=math.inf)
         self.ids_BW[:, begin:end] = torch.where(chosen_BN, tokens_BN, ids_BN)
@@ -264,7 +264,9 @@ class _CanvasLoop:
         noisy_RV = add_gumbel_noise(logits_RV, self.settings.temperature, self.generator)
         tokens_R = noisy_RV.argmax(dim=-1)
         if self.settings.remasking == "random":
-            return tokens_R, torch.rand(tokens_R.shape, generator=self.generator, device=tokens_R.device)
+            return tokens_R, torch.rand(
+                tokens_R.shape, dtype=torch.float32, generator=self.generator, device=tokens_R.device
+            )
         return tokens_R, logits_RV.softmax(dim=-1).gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
 
     def close_block(self, begin: int, end: int, streamer: Any) -> None:

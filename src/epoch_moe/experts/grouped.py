@@ -24,7 +24,9 @@ from torch import Tensor
 from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
 from epoch_moe.experts.views import Experts
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.worklist import Worklist, build_worklist, combine
+from epoch_moe.precision import autocast_dtype, product_dtype
 
 if TYPE_CHECKING:
     from epoch_moe.kernels.worklist_reference import DeviceWorklist
@@ -42,6 +44,8 @@ def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     if not hasattr(F, "grouped_mm"):
         return False, f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
     weight = stacked.down_EHF
+    if product_dtype(weight) != weight.dtype:
+        return False, f"autocast computes {weight.dtype} experts in {product_dtype(weight)}, casting those in use alone"
     if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
         return False, f"grouped_mm on CUDA takes bfloat16, the experts are {weight.dtype}"
     if torch.compiler.is_compiling() and weight.dtype != torch.bfloat16:
@@ -75,7 +79,8 @@ def supports_kernels(stacked: Experts, *inputs: Tensor, workspace: int | None = 
     for view in weights:
         if view.stride(2) != 1:
             return False, f"weight strides {view.stride()}: the kernels need contiguous rows"
-    if any(x.dtype != weights[0].dtype for x in inputs[:1]):
+    # Under autocast the rows are in its dtype; the kernels compute in that of the weights.
+    if autocast_dtype(weights[0]) is None and any(x.dtype != weights[0].dtype for x in inputs[:1]):
         return False, f"the rows are {inputs[0].dtype}, the experts {weights[0].dtype}: the kernels need one dtype"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*weights, *inputs)):
         return False, "gradients are required, and the kernels have no backward pass: run under torch.no_grad()"
@@ -150,7 +155,7 @@ def worklist_for(
 ) -> Worklist | DeviceWorklist:
     """The worklist that `run_experts` takes with this backend."""
     if backend == "triton":
-        return device_worklist(x_RH, ids_RK, stacked)
+        return device_worklist(x_RH.to(stacked.down_EHF.dtype), ids_RK, stacked)
     return build_worklist(ids_RK, stacked.down_EHF.shape[0])
 
 
@@ -180,7 +185,7 @@ def run_experts(
     if worklist is None:
         worklist = worklist_for(backend, x_RH, ids_RK, stacked)
     if not isinstance(worklist, Worklist):
-        return run_device(x_RH, weights_RK, stacked, worklist)
+        return run_device(x_RH.to(stacked.down_EHF.dtype), weights_RK, stacked, worklist).to(x_RH.dtype)
     segments = _segments_grouped if backend == "grouped" else _segments_loop
     if workspace is not None:
         return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace)
@@ -192,6 +197,13 @@ def run_experts(
         x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
     pairs_PH = segments(x_PH, stacked, None, worklist.offsets_E)
     return combine(pairs_PH, weights_RK, worklist, x_RH.dtype)
+
+
+def run_layer(weights: ExpertWeights, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+    """`run_experts` on a layer's own weights, as linear layers compute them: differentiable, in autocast's dtype."""
+    stacked = weights.differentiable() if torch.is_grad_enabled() else weights.ensure()
+    x_RH = x_RH.to(product_dtype(x_RH))
+    return run_experts(x_RH, ids_RK, weights_RK, stacked, pick_backend("auto", stacked, x_RH, weights_RK))
 
 
 _Segments = Callable[[Tensor, Experts, "list[int] | None", Tensor], Tensor]

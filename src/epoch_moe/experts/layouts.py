@@ -13,6 +13,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from epoch_moe.experts.bypassed import check_calls, check_linear
 
 LayoutName = Literal["per_expert", "stacked", "fused"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -30,11 +33,11 @@ class Layout(Protocol):
     period: int
 
     def params(self) -> list[nn.Parameter]:
-        """The parameters in storage order.
+        """The parameters in storage order."""
+        ...
 
-        Raises:
-            KeyError, AttributeError: a module that holds one was replaced; `check` names it.
-        """
+    def bypassed(self) -> list[nn.Module]:
+        """The modules whose forward is never called, as their parameters are read."""
         ...
 
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -73,13 +76,12 @@ class PerExpert:
 
     def params(self) -> list[nn.Parameter]:
         """Gate, up and down of each expert."""
-        # Through the module dictionaries: attribute access on modules is ten times slower, and this runs before every
-        # block (and every forward without a plan).
-        return [
-            expert._modules[name]._parameters["weight"]  # type: ignore[union-attr, misc]
-            for expert in self.experts
-            for name in PROJECTIONS
-        ]
+        return [module._parameters[name] for module, name in self.owners()]  # type: ignore[misc]
+
+    def bypassed(self) -> list[nn.Module]:
+        """Their list, the experts, and their linear layers."""
+        modules = [self.experts] if isinstance(self.experts, nn.Module) else []
+        return [*modules, *self.experts, *(module for module, _ in self.owners())]
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The linear layers."""
@@ -101,23 +103,17 @@ class PerExpert:
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for index, expert in enumerate(self.experts):
+            check_calls(f"experts[{index}]", expert)
             for name in PROJECTIONS:
                 linear, where = getattr(expert, name, None), f"experts[{index}].{name}"
-                plain = isinstance(linear, nn.Linear) and getattr(_forward(linear), "__func__", None) is _LINEAR
-                if not plain or linear._modules:  # type: ignore[union-attr]
-                    raise TypeError(
-                        f"{where} is {_qualified(linear)}, not nn.Linear with its own forward: quantised, hooked, "
-                        "adapter-wrapped or otherwise replaced experts are not supported. Dequantise, merge or remove "
-                        "what wraps them first"
-                    )
-                if linear.bias is not None:  # type: ignore[union-attr]
-                    raise TypeError(f"{where} has a bias: the LLaDA family's experts have none")
+                check_linear(where, linear)
                 yield f"{where}.weight", getattr(linear, "weight", None)
 
     def check(self) -> None:
         """See `Layout.check`."""
         named = list(self._named())
-        _check_tensors(named)
+        check_tensors(named)
+        _check_activation(self.experts[0])
         inner, hidden = named[0][1].shape if named[0][1].dim() == 2 else (-1, -1)
         _check_shapes(named, [(inner, hidden), (inner, hidden), (hidden, inner)] * len(self.experts))
 
@@ -133,6 +129,10 @@ class StackedExperts:
     def params(self) -> list[nn.Parameter]:
         """Gate, up, down."""
         return [self.experts._parameters[name] for name in PROJECTIONS]  # type: ignore[misc]
+
+    def bypassed(self) -> list[nn.Module]:
+        """The module."""
+        return [self.experts]
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The module, three times."""
@@ -153,8 +153,10 @@ class StackedExperts:
 
     def check(self) -> None:
         """See `Layout.check`."""
+        check_calls("experts", self.experts)
         named = [(f"experts.{name}", getattr(self.experts, name, None)) for name in PROJECTIONS]
-        _check_tensors(named)
+        check_tensors(named)
+        _check_activation(self.experts)
         num_experts, inner, hidden = self.sizes()
         _check_shapes(named, [(num_experts, inner, hidden)] * 2 + [(num_experts, hidden, inner)])
 
@@ -170,6 +172,10 @@ class FusedExperts:
     def params(self) -> list[nn.Parameter]:
         """Both tensors."""
         return [self.experts._parameters[name] for name in FUSED]  # type: ignore[misc]
+
+    def bypassed(self) -> list[nn.Module]:
+        """None: the block is what is patched."""
+        return []
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The block, twice."""
@@ -191,26 +197,23 @@ class FusedExperts:
     def check(self) -> None:
         """See `Layout.check`."""
         named = [(name, getattr(self.experts, name, None)) for name in FUSED]
-        _check_tensors(named)
+        check_tensors(named)
         num_experts, inner, hidden = self.sizes()
         _check_shapes(named, [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)])
 
 
 LAYOUTS: dict[LayoutName, Any] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
-_LINEAR = nn.Linear.forward
 
 
-def _forward(module: nn.Module) -> Any:
-    """A module's forward, or the one inside an accelerate hook (`patch` decides which hooks may stay)."""
-    return module.__dict__.get("_old_forward", module.forward)
+def _check_activation(expert: nn.Module) -> None:
+    activation = getattr(expert, "act_fn", None)
+    x = torch.linspace(-4.0, 4.0, 9, dtype=torch.float32, device="cpu")
+    if callable(activation) and not torch.allclose(activation(x), F.silu(x), atol=1e-6):
+        raise TypeError(f"the experts' act_fn is {activation!r}: the LLaDA family's experts have silu")
 
 
-def _qualified(thing: object) -> str:
-    """The class of something, with the module that it comes from."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _check_tensors(named: Sequence[tuple[str, Any]]) -> None:
+def check_tensors(named: Sequence[tuple[str, Any]]) -> None:
+    """Refuse what are not plain parameters of one floating dtype on one device, see `Layout.check`."""
     first_name, first = named[0]
     for where, weight in named:
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:

@@ -7,9 +7,9 @@ tensors are allocated once per layer, and the experts' parameters become views o
 weights, and `state_dict` keys and values stay as they were. Parameters that lie in such a tensor already (fused ones
 always do) stay where they are.
 
-The alias breaks silently when somebody replaces a parameter's storage (`.to(dtype)`, `copy.deepcopy`, `pickle`,
-`load_state_dict(assign=True)`), so `ExpertWeights.ensure` compares addresses before use and stacks again where
-they differ.
+The alias breaks silently when somebody replaces a parameter or its storage (`.to(dtype)`, `copy.deepcopy`, `pickle`,
+`load_state_dict(assign=True)`, ``param.data = ...``), so `ExpertWeights.ensure`, the one way to the stacked tensors,
+compares addresses on every forward and stacks again where they differ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from epoch_moe.experts.bypassed import Untouched
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
 
 __all__ = ["PROJECTIONS", "ExpertWeights", "Stacked"]
@@ -67,6 +69,32 @@ class Stacked:
         return 3 * hidden * inner * self.down_EHF.element_size()
 
 
+class _Seen:
+    """What a layer's modules and parameters were when they were stacked."""
+
+    def __init__(self, layout: Layout):
+        self._modules = Untouched(layout.bypassed())
+        owners = layout.owners()
+        self._owners = [module._parameters for module, _ in owners]
+        self._names = [name for _, name in owners]
+        self._addresses = list(map(Tensor.data_ptr, layout.params()))
+
+    def holds(self) -> bool:
+        """Whether they are still the same, at the same addresses."""
+        try:
+            params = map(getitem, self._owners, self._names)
+            return bool(self._modules) and list(map(Tensor.data_ptr, params)) == self._addresses  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return False  # a parameter is gone; `check` names the module
+
+    def writes(self) -> int:
+        """How often the parameters were written to, all together."""
+        try:
+            return sum(map(attrgetter("_version"), map(getitem, self._owners, self._names)))
+        except RuntimeError:
+            return 0  # made in inference mode: nothing counts
+
+
 class ExpertWeights:
     """One layer's experts: stacked tensors plus the modules whose parameters view them.
 
@@ -87,7 +115,8 @@ class ExpertWeights:
         self.layout: Layout = LAYOUTS[layout](experts)
         self.moved_bytes = self.peak_bytes = 0
         self._stacked: Stacked | None = None
-        self._addresses: tuple[int, ...] = ()
+        self._seen: _Seen | None = None
+        self._stackings = 0
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
@@ -105,15 +134,16 @@ class ExpertWeights:
         params, period = self.layout.params(), self.layout.period
         return [p for i, p in enumerate(params) if i % period != period - 1], params[period - 1 :: period]
 
-    def _current_addresses(self) -> tuple[int, ...] | None:
-        try:
-            return tuple([param.data_ptr() for param in self.layout.params()])
-        except (KeyError, AttributeError):
-            return None  # a projection was replaced (an adapter, say); `check` names it
-
     def is_stacked(self) -> bool:
-        """True where every parameter still lies at its place in the stacked tensors."""
-        return self._stacked is not None and self._current_addresses() == self._addresses
+        """True where every parameter still lies at its place in the stacked tensors, and no module was replaced."""
+        seen = self._seen
+        return self._stacked is not None and seen is not None and seen.holds()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another value after every change of the weights, in place too, but for writes through ``param.data``."""
+        seen = self._seen
+        return self._stackings, 0 if seen is None else seen.writes()
 
     def ensure(self) -> Stacked:
         """The stacked tensors, stacked anew where a parameter's storage was replaced since the last use.
@@ -133,17 +163,10 @@ class ExpertWeights:
         assert self._stacked is not None
         return self._stacked
 
-    @property
-    def stacked(self) -> Stacked:
-        """The stacked tensors as `ensure` left them, unchecked: for callers that checked earlier in the same block."""
-        if self._stacked is None:
-            raise RuntimeError("the experts are not stacked: call ensure() first")
-        return self._stacked
-
     def release(self) -> None:
         """Drop the stacked tensors where parameters have left them, so that old storage does not outlive `.to()`."""
         if not self.is_stacked():
-            self._stacked, self._addresses = None, ()
+            self._stacked = self._seen = None
 
     def differentiable(self) -> Stacked:
         """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per parameter)."""
@@ -171,15 +194,16 @@ class ExpertWeights:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _stack(self) -> None:
-        self._stacked = None
+        self._stacked = self._seen = None
         self.check()
         num_experts, inner, hidden = self.layout.sizes()
         gate_up, down = self._params()
         self.moved_bytes = self.peak_bytes = 0
         gate_up_E2FH = self._gather(gate_up, (num_experts, 2 * inner, hidden), self.layout.gate_up_places)
         down_EHF = self._gather(down, (num_experts, hidden, inner), self.layout.down_places)
+        self._seen = _Seen(self.layout)
+        self._stackings += 1
         self._stacked = Stacked(gate_up_E2FH, down_EHF)
-        self._addresses = tuple(param.data_ptr() for param in self.layout.params())
 
     def _gather(
         self,

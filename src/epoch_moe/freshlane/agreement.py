@@ -71,7 +71,7 @@ def describe_model(model: nn.Module, blocks: Mapping[str, Any]) -> dict[str, str
     apart = {id(tensor) for tensor in gates.values()}
     apart |= {id(param) for block in blocks.values() for param in block.weights.layout.params()}
     others = {name: tensor for name, tensor in _stored_tensors(model) if id(tensor) not in apart}
-    stacked = first.weights.stacked
+    stacked = first.weights.ensure()
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
     return {

@@ -112,7 +112,7 @@ def planned_lane(
     """
     from epoch_moe.kernels.combine_restore import combine_restore
 
-    x_TH = x_TH.contiguous()
+    x_TH = x_TH.to(cache_MH.dtype).contiguous()
     worklist = device_worklist(x_TH, routing.ids_TK, stacked, rows.count)
     pairs_PH = pair_outputs(x_TH, rows.fresh_R, worklist, stacked, routing.ids_TK.shape[1])
     out_TH = torch.empty_like(x_TH)

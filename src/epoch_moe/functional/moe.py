@@ -11,6 +11,7 @@ from torch import Tensor
 from epoch_moe.checks import MOST, choice, whole, wrong
 from epoch_moe.experts.grouped import BACKENDS, Backend, pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews, GateUp, PerExpert, expert_views
+from epoch_moe.precision import without_autocast
 from epoch_moe.routing import NO_EXPERT
 
 
@@ -30,8 +31,9 @@ def moe_forward(
     """Weighted sum of the chosen experts that lie here: ``[T,H]`` in the dtype of ``x_TH``.
 
     Each expert is ``down(silu(gate(x)) * up(x))`` in the model's dtype. The K outputs of a row are weighted and summed
-    in fp32 in slot order and rounded once. The sum is the unreduced part of this rank's experts: add the ranks' parts
-    yourself. It holds no shared expert, and no scaling but what ``topk_weights_TK`` carries.
+    in fp32 in slot order and rounded once. Autocast changes nothing. The sum is the unreduced part of this rank's
+    experts: add the ranks' parts yourself. It holds no shared expert, and no scaling but what ``topk_weights_TK``
+    carries.
 
     Args:
         x_TH: rows; T may be 0.
@@ -79,8 +81,9 @@ def moe_forward(
     if out is not None:
         _check_out(out, x_TH, topk_ids_TK, topk_weights_TK)
     ids_TK = local_ids(topk_ids_TK, views.num_experts, expert_range, expert_map)
-    picked = pick_backend(backend, views, x_TH, topk_weights_TK, workspace=workspace)
-    y_TH = run_experts(x_TH, ids_TK, topk_weights_TK.float(), views, picked, workspace=workspace)
+    with without_autocast(x_TH):
+        picked = pick_backend(backend, views, x_TH, topk_weights_TK, workspace=workspace)
+        y_TH = run_experts(x_TH, ids_TK, topk_weights_TK.float(), views, picked, workspace=workspace)
     return y_TH if out is None else out.copy_(y_TH)
 
 

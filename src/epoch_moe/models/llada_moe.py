@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
-from epoch_moe.experts.grouped import pick_backend, run_experts
+from epoch_moe.experts.grouped import run_layer
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import one_prompt, released_arguments
 from epoch_moe.models.layers import RMSNorm, SwiGLU, attend, rope_tables, rotate
 from epoch_moe.models.llada_moe_config import LLaDAConfig, LLaDAMoEConfig
+from epoch_moe.precision import without_autocast
 from epoch_moe.routing import choose, router_scores
 
 __all__ = [
@@ -57,12 +58,11 @@ class LLaDAMoESparseMoeBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[B,S,H] -> [B,S,H]``."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        # Called, not read: an adapter may stand in the gate's place.
-        scores = router_scores(self.gate(x_TH).float(), self.expert_bias, self.spec)
-        routing = choose(scores, self.spec, x_TH.dtype)
-        stacked = self._weights.differentiable() if torch.is_grad_enabled() else self._weights.ensure()
-        backend = pick_backend("auto", stacked, x_TH, routing.weights_TK)
-        return run_experts(x_TH, routing.ids_TK, routing.weights_TK, stacked, backend).view(hidden_states.shape)
+        # Called, not read: an adapter may stand in the gate's place. Autocast would give near-ties to other experts.
+        with without_autocast(x_TH):
+            logits_TE = self.gate(x_TH).float()
+        routing = choose(router_scores(logits_TE, self.expert_bias, self.spec), self.spec, x_TH.dtype)
+        return run_layer(self._weights, x_TH, routing.ids_TK, routing.weights_TK).view(hidden_states.shape)
 
 
 class LLaDAMoEAttention(nn.Module):

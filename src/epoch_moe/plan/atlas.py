@@ -76,7 +76,7 @@ class _Candidates:
         self.ids_BWC, self.weights_BWC, self.top_k = ids_BWC, weights_BWC, top_k
         num_supports, width, num_candidates = ids_BWC.shape
         self.flat_ids = ids_BWC.reshape(num_supports, width * num_candidates)
-        self._zeros_BWE = torch.zeros(num_supports, width, num_experts, device=ids_BWC.device)
+        self._zeros_BWE = weights_BWC.new_zeros(num_supports, width, num_experts)
 
     def covered(self, support_BE: Tensor) -> Tensor:
         """Weight of each row's best K candidates inside the support: ``[B,W]``."""

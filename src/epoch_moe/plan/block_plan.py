@@ -10,6 +10,7 @@ Shape suffixes: B sequences, C lead rows, N window rows, S = C + N rows per sequ
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,12 +34,14 @@ class LayerState:
             matches are read.
         last_forward: number of the last forward whose outputs the cache reflects; -1 = none.
         entered: number of the last forward that reached the layer; -1 = none.
+        weights: version of the weights that the cache was computed with.
     """
 
     support: SupportState = field(default_factory=SupportState)
     cache_MH: Tensor | None = None
     last_forward: int = -1
     entered: int = -1
+    weights: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -354,8 +357,15 @@ class ForwardPlan:
         """The rows ``[B,S]`` that exist, where they fit a layer's input, else None."""
         return self.valid_BS if x_BSH.shape[:2] == self.ids_BS.shape else None
 
-    def enter(self, layer: int, x_BSH: Tensor) -> LayerStep | None:
-        """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason)."""
+    def enter(self, layer: int, x_BSH: Tensor, dtype: torch.dtype, weights: Hashable) -> LayerStep | None:
+        """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason).
+
+        Args:
+            layer: its place.
+            x_BSH: its input.
+            dtype: of its routed output.
+            weights: changes with its weights.
+        """
         state = self.plan.layers[layer]
         reason = ""
         if x_BSH.shape[:2] != self.ids_BS.shape:
@@ -374,15 +384,16 @@ class ForwardPlan:
         fits = (
             state.cache_MH is not None
             and state.cache_MH.shape == cache_shape
-            and state.cache_MH.dtype == x_BSH.dtype
+            and state.cache_MH.dtype == dtype
             and state.cache_MH.device == x_BSH.device
         )
-        if not self.cold and (not fits or state.last_forward != self.number - 1):
-            # This layer missed a forward (or changed dtype or device): its cache no longer matches the stamps.
+        missed = state.last_forward != self.number - 1 or state.weights != weights
+        if not self.cold and (not fits or missed):
+            # This layer missed a forward (or its weights changed): its cache no longer matches the stamps.
             self.counters.fallbacks["version"] += 1
             rows, cold = self._all_rows(), True
         if not fits:
-            state.cache_MH = x_BSH.new_empty(cache_shape)
+            state.cache_MH = x_BSH.new_empty(cache_shape, dtype=dtype)
             self.plan.moves += 1
-        state.last_forward = self.number
+        state.last_forward, state.weights = self.number, weights
         return LayerStep(rows, state, cold)

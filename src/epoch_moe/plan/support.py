@@ -212,7 +212,7 @@ def _compile(
         selection, weights, votes = shared.gather(scores.selection_TE[voting], scores.combine_TE[voting])
     else:
         # Behind the block's places lies one more, for the rows that do not vote.
-        grids = torch.zeros(2, places + 1, num_experts, device=device)
+        grids = scores.selection_TE.new_zeros(2, places + 1, num_experts)
         selection, weights = grids[:, :places]
         grids[0].index_copy_(0, rows.vote_R, scores.selection_TE)
         grids[1].index_copy_(0, rows.vote_R, scores.combine_TE)

@@ -81,7 +81,7 @@ class ResidentExperts:
         self.kept: list[nn.Parameter] | None = None
         self.placement = LayerPlacement(slots, self.num_experts)
         self.counts = LayerCounts()
-        self.moved_bytes = self.peak_bytes = 0
+        self.moved_bytes = self.peak_bytes = self._conversions = 0
         self._allocate(dtype)
 
     def _empty(self, experts: int, dtype: torch.dtype) -> Stacked:
@@ -106,14 +106,14 @@ class ResidentExperts:
         """The modules' parameters."""
         return self.whole.layout
 
-    @property
-    def stacked(self) -> Stacked:
+    def ensure(self) -> Stacked:
         """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
-    def ensure(self) -> Stacked:
-        """See `stacked`."""
-        return self._outline
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another value after every change of the weights."""
+        return self._conversions, 0
 
     def is_stacked(self) -> bool:
         """Always: nobody else holds the slots."""
@@ -325,6 +325,7 @@ class ResidentExperts:
             self.source = self.source.convert(one.dtype, there.dtype)
         self.loader.free(one.dtype, self.device)
         self.device = there.device
+        self._conversions += 1
         self.placement.forget(range(self.num_experts))
         self._allocate(there.dtype)
         self.loader.buffers(there.dtype, self.device)
