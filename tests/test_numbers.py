@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import epoch_moe
 from epoch_moe.config import EpochConfig
+from epoch_moe.decoding.sampling import sample_tokens
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAMoEModelLM
 from epoch_moe.residency.config import ResidencyConfig
@@ -197,3 +198,37 @@ def test_rows_cached_from_old_weights_are_not_served() -> None:
                 want = model.model(ids_BS).last_hidden_state
             assert torch.equal(got, want), number
     assert context.counters.read().fallbacks == {"version": len(changes)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_that_are_not_numbers_are_an_error_with_request_and_weight(family: str, temperature: float) -> None:
+    model = fresh(family)
+    with torch.no_grad():
+        block_of(model).gate.weight[1, 2] = float("nan")
+    for plan in (None, "default"):
+        with pytest.raises(FloatingPointError, match=r"request 0 .* model\.layers\.\d+\.mlp\.gate\.weight holds"):
+            answer(model, temperature=temperature)
+        if plan is None:
+            epoch_moe.patch(model)
+
+
+def test_only_the_request_that_had_them_is_named() -> None:
+    model = fresh("llada2")
+    with torch.no_grad():
+        model.model.word_embeddings.weight[7] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"request 1 .*word_embeddings"):
+        epoch_moe.generate(model, [[3, 4, 5], [3, 7, 5]], gen_length=8, block_length=8, steps=4)
+
+
+def test_a_temperature_next_to_nothing_draws_the_best_token() -> None:
+    logits_RV = torch.randn(50, 40)
+    tokens_R, confidence_R = sample_tokens(logits_RV, 1e-40)
+    assert torch.equal(tokens_R, logits_RV.argmax(-1)) and torch.equal(confidence_R, torch.ones(50))
+
+
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), "1e-6"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_epsilon_that_breaks_the_norms_is_refused(family: str, value: object) -> None:
+    with pytest.raises(ValueError, match="rms_norm_eps="):
+        type(plain(family).config)(**(plain(family).config.to_dict() | {"rms_norm_eps": value}))

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (path := getattr(arguments, option, None)) is not None:
                 check_output(path, f"--{option}")  # before the work
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if arguments.traceback:
             raise
         print(f"epoch-moe {arguments.command}: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from torch import nn
 from epoch_moe.block import BlockSpec
 from epoch_moe.checks import MOST, flag, in_vocabulary, module, whole
 from epoch_moe.experts.bypassed import check_calls, replaced_forward
+from epoch_moe.experts.layouts import check_tensors
 from epoch_moe.experts.weights import ExpertWeights
 
 _UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
@@ -45,6 +46,7 @@ def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
     source = module if spec.layout == "fused" else getattr(module, spec.experts)
     try:
         spec.check_gate(module)
+        check_tensors([(spec.gate_weight, module.get_parameter(spec.gate_weight))])
         ExpertWeights(source, spec.layout).check()
     except (TypeError, ValueError) as error:
         return str(error)

@@ -25,6 +25,7 @@ from epoch_moe.checks import flag
 from epoch_moe.decoding.canvas import Canvas, PromptIds, read_request
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
+from epoch_moe.decoding.not_numbers import BROKEN, not_numbers
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
 from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar, runnable
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
@@ -114,6 +115,7 @@ def generate(
     Raises:
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
+        FloatingPointError: logits are NaN or inf; it names the requests, and the weight that is.
     """
     model = runnable(model)
     base, head = model_parts(model)
@@ -221,6 +223,9 @@ class _BlockLoop:
                     bias, bias_begin = self.attention_bias(first, end), first
                 left_B1, moved_B1 = self.iterate(rule, first, left, left_B1, moved_B1, bias)
                 left = left_B1.flatten().tolist()  # this loop's only host sync (a plan has its own)
+                if BROKEN in left:
+                    requests = [self.numbers[row] for row, rows in enumerate(left) if rows == BROKEN]
+                    raise not_numbers(requests, self.base, self.head)
                 if self.cache is not None and first < begin:
                     self.cache.commit(begin - first)
                     first = begin
@@ -269,7 +274,8 @@ class _BlockLoop:
         decision = rule.commit(ids_BN, live_BN, *self.live_logits(hidden_BSH[:, -block:], live_BN, left))
         canvas.ids_BW[:, begin:end] = decision.ids_BN
         self.context.end_iteration(nn.functional.pad(decision.confidence_BN, (before, 0), value=1.0))
-        return decision.left_B1, decision.moved_B1
+        broken_B1 = ~decision.confidence_BN.isfinite().all(dim=1, keepdim=True)
+        return decision.left_B1.masked_fill(broken_B1, BROKEN), decision.moved_B1
 
     def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
         """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""

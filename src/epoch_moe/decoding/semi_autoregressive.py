@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from epoch_moe.checks import choice, flag, real, special_ids, whole
 from epoch_moe.decoding.canvas import PromptIds, read_request
 from epoch_moe.decoding.commit import choose_rows, transfer_schedule
+from epoch_moe.decoding.not_numbers import not_numbers
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
 from epoch_moe.decoding.parts import is_native, model_parts, progress_bar, runnable
 from epoch_moe.decoding.settings import in_context
@@ -111,6 +112,7 @@ def generate_semi_autoregressive(
     Raises:
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
+        FloatingPointError: logits are NaN or inf; it names the requests, and the weight that is.
     """
     model = runnable(model)
     base, head = model_parts(model)
@@ -182,6 +184,7 @@ class _CanvasLoop:
             self.ids_BW[row, pad : self.prompt_len] = prompt.to(device)
         self.pads_B1 = torch.tensor(pads, device=device).unsqueeze(1)
         self.padded = any(pads)
+        self.broken_B1 = torch.zeros_like(self.pads_B1, dtype=torch.bool)  # logits that are no numbers, since the start
         self.log = AnswerLog(len(prompts), settings.gen_length, settings.eos_ids)
         self.numbers = list(range(len(prompts)))  # which answer each row of the (shrinking) batch belongs to
         self.forwards = 0
@@ -232,7 +235,10 @@ class _CanvasLoop:
         live_BN = ids_BN == settings.mask_id
         # Waits for the device: a row may be given the mask id as its token, so the schedule does not tell the number.
         rows_R = live_BN.flatten().nonzero().squeeze(1)
-        tokens_R, confidence_R = self.sample(self.logits(hidden_BWH[:, begin:end], rows_R))
+        logits_RV = self.logits(hidden_BWH[:, begin:end], rows_R)
+        broken_BN = torch.zeros_like(live_BN).flatten().index_copy(0, rows_R, ~logits_RV.logsumexp(dim=-1).isfinite())
+        self.broken_B1 = self.broken_B1 | broken_BN.view_as(live_BN).any(dim=1, keepdim=True)
+        tokens_R, confidence_R = self.sample(logits_RV)
         tokens_BN = ids_BN.flatten().index_copy(0, rows_R, tokens_R).view_as(ids_BN)
         confidence_BN = torch.ones(ids_BN.shape, dtype=torch.float32, device=rows_R.device)
         confidence_BN.view(-1).index_copy_(0, rows_R, confidence_R)
@@ -272,7 +278,10 @@ class _CanvasLoop:
     def close_block(self, begin: int, end: int, streamer: Any) -> None:
         """Log the block's tokens, stream them, and drop the sequences whose answer is complete."""
         finished = []
-        for row, tokens in enumerate(self.ids_BW[:, begin:end].tolist()):
+        *columns, broken_B = torch.cat([self.ids_BW[:, begin:end], self.broken_B1], dim=1).T.tolist()
+        if any(broken_B):
+            raise not_numbers([self.numbers[row] for row, flag in enumerate(broken_B) if flag], self.base, self.head)
+        for row, tokens in enumerate(map(list, zip(*columns, strict=True))):
             number = self.numbers[row]
             added = [] if self.log.finished(number) else self.log.add(number, tokens)
             if streamer is not None and added:
@@ -282,7 +291,7 @@ class _CanvasLoop:
             return
         kept = [row for row, done in enumerate(finished) if not done]
         self.numbers = [self.numbers[row] for row in kept]
-        self.ids_BW, self.pads_B1 = self.ids_BW[kept], self.pads_B1[kept]
+        self.ids_BW, self.pads_B1, self.broken_B1 = self.ids_BW[kept], self.pads_B1[kept], self.broken_B1[kept]
 
 
 def add_gumbel_noise(logits_RV: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:

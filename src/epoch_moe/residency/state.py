@@ -45,7 +45,7 @@ class Residency:
     @property
     def fast_bytes(self) -> int:
         """Bytes of the slots of all layers, and on the CPU of what experts pass through."""
-        slots = sum(layer.placement.slots * layer.stacked.bytes_per_expert for layer in self.layers)
+        slots = sum(layer.placement.slots * layer.ensure().bytes_per_expert for layer in self.layers)
         return slots + (self.loader.nbytes if self.layers[0].device.type == "cpu" else 0)
 
     def summary(self) -> str:
