@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from aot.compiler import AotCase, AotFacts
 
-from epoch_moe.kernels.aot import AotFacts
-from epoch_moe.kernels.launch import AotCase
 from epoch_moe.kernels.tuning import grouped_mlp_table
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,15 +7,16 @@ import sys
 
 import pytest
 import torch
+from aot import compiler
 
-from epoch_moe.kernels import aot, launch
+from epoch_moe.kernels import launch
 
 
 def test_no_compiler_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    case = launch.AotCase("k", "s", None, {}, {}, 4, 2, 0)
+    case = compiler.AotCase("k", "s", None, {}, {}, 4, 2, 0)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
-        aot.aot_compile(case, 90)
+        compiler.aot_compile(case, 90)
 
 
 def test_parameters_are_named_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,14 +26,14 @@ def test_parameters_are_named_exactly_once(monkeypatch: pytest.MonkeyPatch) -> N
         arg_names = ["x_ptr", "size"]
 
     with pytest.raises(ValueError, match=r"k\[s\].*\['x_ptr'\].*\['size', 'x_ptr'\]"):
-        aot.aot_compile(launch.AotCase("k", "s", Function, {"x_ptr": "*fp32"}, {}, 4, 2, 0), 90)
-    case = launch.AotCase("k", "s", Function, {"x_ptr": "*fp32", "size": "i32"}, {}, 4, 2, 0, 0, frozenset({"y"}))
+        compiler.aot_compile(compiler.AotCase("k", "s", Function, {"x_ptr": "*fp32"}, {}, 4, 2, 0), 90)
+    case = compiler.AotCase("k", "s", Function, {"x_ptr": "*fp32", "size": "i32"}, {}, 4, 2, 0, 0, frozenset({"y"}))
     with pytest.raises(ValueError, match=r"not_divisible names \['y'\]"):
-        aot.aot_compile(case, 90)
+        compiler.aot_compile(case, 90)
 
 
 def test_opcodes_are_counted_by_kind() -> None:
-    facts = aot.AotFacts(
+    facts = compiler.AotFacts(
         arch=90,
         registers=32,
         spill_bytes=0,

@@ -5,12 +5,13 @@ Where no GPU is, kernels run in Triton's interpreter, whose bf16 is not the devi
 
 import pytest
 import torch
+from aot.combine_restore import aot_cases
+from aot.compiler import compile_elsewhere
 
 from epoch_moe.freshlane.local import restore as torch_restore
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.freshlane.worklist import combine as torch_combine
-from epoch_moe.kernels.aot import compile_elsewhere
-from epoch_moe.kernels.combine_restore import aot_cases, combine, combine_restore, restore
+from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.combine_restore_reference import (
     combine_reference,
     combine_restore_reference,

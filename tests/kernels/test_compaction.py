@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aot.compiler import compile_elsewhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from epoch_moe.kernels import compaction
-from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.compaction_reference import compact_reference
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from aot.compiler import SHARED_LIMIT, compile_elsewhere
 from torch import Tensor
 
 from epoch_moe.experts.grouped import run_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.kernels import tuning
-from epoch_moe.kernels.aot import SHARED_LIMIT, compile_elsewhere
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_config

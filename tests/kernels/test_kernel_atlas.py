@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from aot.compiler import compile_elsewhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.atlas import compile_support_device
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import RouterSpec

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from aot.compiler import compile_elsewhere
 from helpers import Golden, load_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.route import route
 from epoch_moe.kernels.route_reference import route_reference
 from epoch_moe.models.llada2 import LLaDA2MoeConfig

@@ -6,13 +6,13 @@ from dataclasses import fields
 
 import pytest
 import torch
+from aot.compiler import compile_elsewhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.kernels import worklist
-from epoch_moe.kernels.aot import compile_elsewhere
 from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.kernels.worklist_reference import DeviceWorklist, max_tiles, worklist_reference
 

@@ -1,7 +1,8 @@
-"""What stands in a `state_dict` for experts that are not all here: name, shape and dtype, and no values.
+"""What stands for experts that are not all here: shape, dtype and device, and no values.
 
-Libraries that load or save adapters read the names in the whole model's `state_dict`. They may; but what copies,
-converts or writes such a tensor would make half a checkpoint, and gets an error that says so.
+Who asks what weights look like may do so: libraries that load or save adapters read the names in the whole model's
+`state_dict`, and a block's weights say their shapes. What reads, copies, converts or writes such a tensor would compute
+with nothing, or make half a checkpoint, and gets an error that says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class AbsentTensor(Tensor):
     """A tensor whose values are elsewhere.
 
     Args:
-        like: gives the shape and dtype.
+        like: gives shape, dtype and device.
         error: what every use of the values is told.
     """
 
@@ -25,9 +26,7 @@ class AbsentTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, error: str) -> AbsentTensor:  # noqa: D102
-        made: AbsentTensor = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=torch.device("meta")
-        )
+        made: AbsentTensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         made.error = error
         return made
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.kernels.launch import AotCase, supports_triton
+from epoch_moe.kernels.launch import supports_triton
 from epoch_moe.kernels.selection import LOWEST, exp, group_keys, kept_groups, order_key
 from epoch_moe.routing import RouterSpec
 
@@ -361,58 +361,3 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 def _check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
     if tensor.dtype not in expected:
         raise ValueError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, expected))}")
-
-
-def aot_cases() -> list[AotCase]:
-    """The released models' routers, 4096 rows; with everything that a planned layer passes, and with nothing."""
-    rows = 4096
-    signature = {
-        "logits": "*fp32",
-        "bias": "*fp32",
-        "support": "*u8",
-        "group": "*i64",
-        "restricted": "*u8",
-        "count": "*i32",
-        "ids": "*i64",
-        "weights": "*fp32",
-        "totals": "*fp32",
-        "num_supports": "i32",
-        "scaling": "fp32",
-    }
-    cases = []
-    for model, num_experts, n_group, topk_group, softmax in (
-        ("llada2 E256 K8 groups 4 of 8", 256, 8, 4, False),
-        ("llada-moe E64 K8", 64, 1, 1, True),
-    ):
-        for planned in (False, True):
-            constexprs = _constexprs(
-                num_experts,
-                8,
-                n_group,
-                topk_group,
-                softmax,
-                torch.bfloat16,
-                has_bias=not softmax,
-                has_support=planned,
-                has_group=planned,
-                has_restricted=planned,
-                has_count=planned,
-            )
-            # Logits in; ids, weights and totals out; in a plan a support's row (from the cache: not counted), its
-            # number and a flag as well.
-            per_row = 4 * num_experts + 8 * (8 + 4) + 4 + (9 if planned else 0)
-            cases.append(
-                AotCase(
-                    kernel="route",
-                    shape=f"{model}, {'planned' if planned else 'free'}, {rows} rows",
-                    function=_route_kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    num_warps=_num_warps(num_experts),
-                    num_stages=1,
-                    bytes_moved=rows * per_row,
-                    not_divisible=frozenset({"num_supports"}),
-                    wide_loads=num_experts == 256,
-                )
-            )
-    return cases

@@ -18,19 +18,18 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.grouped import Backend, pick_segments, segments_of
 from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.freshlane.worklist import build_worklist, combine
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.slot import DenseForward
-from epoch_moe.residency.absent import AbsentTensor
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.loader import LayerCounts, Loader
@@ -94,7 +93,7 @@ class ResidentExperts:
 
     def _allocate(self, dtype: torch.dtype) -> None:
         self.fast = self._empty(self.placement.slots, dtype)
-        error = partial(self.refused, "reading the stacked weights")
+        error = str(self.refused("reading the stacked weights"))
         sizes = (self.num_experts, 2 * self.inner, self.hidden), (self.num_experts, self.hidden, self.inner)
         one = self.fast.down_EHF.new_empty(1)
         self._outline = Stacked(*(AbsentTensor(one.expand(size), error) for size in sizes))

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of kernels for GPUs that need not be here, and what their machine code says.
 
-    python -m epoch_moe.kernels.aot MODULE [--arch 90] [--match TEXT]
+    python benchmarks/aot/compiler.py MODULE [--arch 90] [--match TEXT]
 
-compiles the ``aot_cases()`` of ``epoch_moe.kernels.MODULE`` and prints one JSON object per case. Triton's interpreter
+compiles the ``aot_cases()`` of ``benchmarks/aot/MODULE.py`` and prints one JSON object per case. Triton's interpreter
 replaces the compiler in a process that has ``TRITON_INTERPRET`` set, so tests call `compile_elsewhere`.
 """
 
@@ -16,12 +16,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import epoch_moe
-from epoch_moe.kernels.launch import AotCase, interpreter_on
+from epoch_moe.kernels.launch import interpreter_on
 
 # Shared memory that one program may have, bytes (CUDA C programming guide, table of compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -30,6 +33,67 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+|@!?UPT\s+|@!?PT\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 # LDG loads into registers, LDGSTS into shared memory (cp.async); UBLKCP and UTMALDG: the tensor memory accelerator.
 _WIDE = re.compile(r"LDG(STS)?\.(\w+\.)*128|UTMALDG|UBLKCP")
+
+
+# Spellings of a tensor's dtype in a Triton signature.
+SIGNATURE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
+
+
+def pointer(dtype: torch.dtype) -> str:
+    """A tensor of ``dtype`` in a Triton signature, ``"*bf16"`` say."""
+    return "*" + SIGNATURE_NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One kernel with the arguments of one shape: what an ahead-of-time compilation needs, and what the work costs.
+
+    Attributes:
+        kernel: name of the kernel, ``"grouped_mlp_down"`` say.
+        shape: the shape in words, ``"llada2-mini bf16 weight-bound"`` say; unique among the cases of a kernel.
+        function: the ``@triton.jit`` function.
+        signature: Triton type of each run-time argument, by parameter name: ``"*bf16"`` (see `pointer`), ``"i32"``,
+            ``"i64"``, ``"fp32"``. Parameters in ``constexprs`` are left out.
+        constexprs: value of each compile-time parameter. As a launch does it, an argument of the shape that is 1
+            belongs here too, and so does None for a tensor that is not passed.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        bytes_moved: bytes that the kernel must read and write for this shape, each once.
+        flops: floating-point operations that it must do (a multiply-add is two), 0 where bytes alone matter.
+        not_divisible: pointers and integers of the signature that are not multiples of 16. All others are taken to
+            be, as a launch specialises them: allocations are, and so are the sizes of the released models.
+        tensor_cores: whether the SASS must hold tensor-core instructions.
+        wide_loads: whether it must hold 16-byte global loads.
+        archs: compute capabilities that it is for; a configuration may need what others lack.
+        options: further compiler options that the launch gives, ``{"enable_fp_fusion": False}`` say.
+    """
+
+    kernel: str
+    shape: str
+    function: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    bytes_moved: int
+    flops: int = 0
+    not_divisible: frozenset[str] = field(default_factory=frozenset)
+    tensor_cores: bool = False
+    wide_loads: bool = False
+    archs: tuple[int, ...] = (80, 90)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """``"<kernel>[<shape>]"``."""
+        return f"{self.kernel}[{self.shape}]"
 
 
 @dataclass(frozen=True)
@@ -148,8 +212,8 @@ def _usage(cubin: Path) -> tuple[int, int, int, int]:
 
 
 def aot_cases(module: str) -> list[AotCase]:
-    """The cases of ``epoch_moe.kernels.<module>``."""
-    cases: list[AotCase] = importlib.import_module(f"epoch_moe.kernels.{module}").aot_cases()
+    """The cases of ``benchmarks/aot/<module>.py``."""
+    cases: list[AotCase] = importlib.import_module(f"aot.{module}").aot_cases()
     return cases
 
 
@@ -157,7 +221,7 @@ def compile_elsewhere(module: str, arch: int, match: str = "", timeout: float = 
     """Compile cases of a kernel file in a process of its own, without the interpreter.
 
     Args:
-        module: name of the file in ``epoch_moe.kernels``.
+        module: name of the file in ``benchmarks/aot``.
         arch: compute capability.
         match: only cases whose name contains this (and that are for ``arch``).
         timeout: seconds.
@@ -169,7 +233,7 @@ def compile_elsewhere(module: str, arch: int, match: str = "", timeout: float = 
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     source = str(Path(epoch_moe.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "epoch_moe.kernels.aot", module, "--arch", str(arch), "--match", match]
+    command = [sys.executable, __file__, module, "--arch", str(arch), "--match", match]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -179,7 +243,7 @@ def compile_elsewhere(module: str, arch: int, match: str = "", timeout: float = 
 def main() -> None:
     """Command line: compile the cases of one kernel file and print JSON lines."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("module", help="kernel file in epoch_moe.kernels, without .py")
+    parser.add_argument("module", help="file in benchmarks/aot, without .py")
     parser.add_argument("--arch", type=int, default=90, help="compute capability (default: 90)")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     args = parser.parse_args()
@@ -191,4 +255,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # so that cases find this file under its name
     main()
