@@ -5,6 +5,7 @@ Shape suffixes: P ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ def _named(name: str, call: Callable[[], Any]) -> Any:
     """Run ``call``; what torch raises about a lost or stalled rank is raised again with the collective's name."""
     try:
         return call()
+    except ExpertParallelError:
+        raise
     except (RuntimeError, ValueError) as error:
         rank = dist.get_rank() if dist.is_initialized() else -1
         raise ExpertParallelError(
@@ -61,8 +64,10 @@ class Ranks:
     Args:
         group: a ``torch.distributed`` process group or a one-dimensional ``DeviceMesh``.
 
+    The group belongs to `torch.distributed`, and is not kept alive: ``destroy_process_group`` must be able to end its
+    threads. One that still ran when the interpreter ends would end the process (`std::terminate`, exit code -6).
+
     Attributes:
-        group: the process group.
         rank: this process's number in it.
         world: P.
     """
@@ -77,11 +82,26 @@ class Ranks:
             if group.ndim != 1:
                 raise ValueError(f"the DeviceMesh has {group.ndim} dimensions: expected one, such as mesh['ep']")
             group = group.get_group()
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"global rank {dist.get_rank()} does not belong to the group: call this on its members")
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            ExpertParallelError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise ExpertParallelError(
+                f"the process group of rank {self.rank} of {self.world} has been destroyed: decode before "
+                "torch.distributed.destroy_process_group(), or load the model anew for another group"
+            )
+        return group
 
     def all_to_all(
         self,
