@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from distributed import collect, run_ranks, start_ranks
+import torch.distributed.distributed_c10d as c10d
+from distributed import DEADLINE, collect, run_ranks, start_ranks
 from ep_model import PROMPTS, answers, whole_model
 from helpers import GOLDEN
 
@@ -25,8 +26,8 @@ from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.plan.context import BlockPlanContext
 
 SOURCE = str(GOLDEN / "llada2")
-SLACK = 10.0
-"""Seconds beyond the group's time-out within which the other ranks must have raised."""
+SLACK = 60.0
+"""Seconds beyond the group's time-out within which the other ranks must have raised, on a busy machine too."""
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -127,29 +128,37 @@ def test_replicated_ranks_with_other_prompts_are_an_error() -> None:
 
 
 def lost(rank: int, victim: int, how: str, timeout: float, folder: str) -> None:
-    """Decode until rank ``victim`` is killed or stalls in the middle of a block; leaves when that was, or its error."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    """Decode until rank ``victim`` is killed or stalls in the middle of a block.
+
+    Leaves when that was, or when its error came, since when it had been waiting, and the error.
+    """
+    group = dist.new_group()
     model = whole_model(SOURCE)
     epoch_moe.patch(model, EpochConfig(), ep_group=group)
     owner, method = (BlockPlanContext, "end_iteration") if how == "killed" else (EpochMoEBlock, "_run_local")
     original, seen = getattr(owner, method), []
+    began = 0.0
 
     def leave(text: str) -> None:
         part = Path(folder) / f"part{rank}"
-        part.write_text(json.dumps([time.time(), text]))
+        part.write_text(json.dumps([time.time(), began, text]))
         part.rename(Path(folder) / f"left{rank}")
 
     def fatal(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal began
         seen.append(1)
         if len(seen) == 3:
+            # From here on a rank waits for the victim: what came before may have been slow.
+            c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+            began = time.time()
+        if len(seen) == 3 and rank == victim:
             leave("lost")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         return original(self, *args, **kwargs)
 
-    if rank == victim:
-        setattr(owner, method, fatal)
+    setattr(owner, method, fatal)
     try:
         for _ in range(50):
             answers(model, [PROMPTS[rank]], EpochConfig())
@@ -158,58 +167,60 @@ def lost(rank: int, victim: int, how: str, timeout: float, folder: str) -> None:
         raise
 
 
-def lose_a_rank(victim: int, how: str, timeout: float, folder: Path, world: int = 4) -> float:
-    """Seconds until the last of the others had its error."""
+def lose_a_rank(victim: int, how: str, timeout: float, folder: Path, world: int = 4) -> tuple[float, float]:
+    """Seconds until the last of the others had its error, and for how long they had waited at least."""
     folder.mkdir()
     processes, results = start_ranks(world, lost, victim, how, timeout, str(folder))
     left = [folder / f"left{rank}" for rank in range(world)]
     if how == "killed":
-        ends = collect(processes, results, deadline=90)
+        ends = collect(processes, results)
         assert ends.pop(victim) == ("lost", -signal.SIGKILL)
         assert all(kind == "error" and value[0] == "ExpertParallelError" for kind, value in ends), ends
     else:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE
         while not all(path.exists() for path in left) and time.monotonic() < end:
             time.sleep(0.1)
         for process in processes:  # gloo takes its time to take down connections to a rank that is still there
             process.kill()
             process.join()
-    at, messages = zip(*(json.loads(path.read_text()) for path in left), strict=True)
+    at, began, messages = zip(*(json.loads(path.read_text()) for path in left), strict=True)
     layer = r"MoE layer \d+: " if how == "stalls" else r"(MoE layer \d+: |agreeing on the next forward)"
     for rank, message in enumerate(messages):
         if rank != victim:
             assert re.match(layer, message) and f"failed on rank {rank}" in message, message
     last = float(max(at)) - float(at[victim])
     assert last < timeout + SLACK, at
-    return last
+    return last, min(at[rank] - began[rank] for rank in range(world) if rank != victim)
 
 
 def test_a_rank_that_is_killed_within_a_block_ends_the_others(tmp_path: Path) -> None:
-    lose_a_rank(1, "killed", 20.0, tmp_path / "left")
+    lose_a_rank(1, "killed", 120.0, tmp_path / "left")
 
 
 def test_a_rank_that_stalls_ends_the_others_within_the_time_out(tmp_path: Path) -> None:
     timeout = 4.0
-    assert lose_a_rank(1, "stalls", timeout, tmp_path / "left", world=2) > timeout / 2  # nobody gave up at once
+    _, waited = lose_a_rank(1, "stalls", timeout, tmp_path / "left", world=2)
+    assert waited > timeout / 2  # nobody gave up at once
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_kills_and_no_hang(tmp_path: Path) -> None:
-    ends = [lose_a_rank(run % 4, "killed", 20.0, tmp_path / f"left{run}") for run in range(20)]
-    print(f"20 kills: the last of the others ended after {min(ends):.2f} to {max(ends):.2f} s, time-out 20 s")
+    ends = [lose_a_rank(run % 4, "killed", 120.0, tmp_path / f"left{run}")[0] for run in range(20)]
+    print(f"20 kills: the last of the others ended after {min(ends):.2f} to {max(ends):.2f} s, time-out 120 s")
 
 
 def other_groups(rank: int) -> str | None:
     alone = dist.new_group([1])
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group()
+    c10d._set_pg_timeout(timedelta(seconds=3), group)
     model = whole_model(SOURCE)
     epoch_moe.patch(model, ep_group=group if rank == 0 else alone)
     if rank == 1:
         answers(model, PROMPTS[:1], EpochConfig())  # all experts are here: it asks nobody
-        time.sleep(6)  # it is there all the same
-        return None
-    return message_of(lambda: answers(model, PROMPTS[:1], EpochConfig()))
+    message = message_of(lambda: answers(model, PROMPTS[:1], EpochConfig())) if rank == 0 else None
+    dist.barrier()  # rank 1 was there all the same
+    return message
 
 
 @pytest.mark.slow
