@@ -5,7 +5,8 @@
 
 Every process holds the whole model but the experts, and an equal share of these. With `--layout sharded` every process
 decodes its own part of the prompts; with `--layout replicated` all decode the same prompts together, one batch after
-the other. The answers come out in the order of the prompts, and are the same for any number of processes.
+the other. The answers come out in the order of the prompts. With `replicated` they are the same for 1, 2, 4 and 8
+processes; with `sharded` to rounding, as batches have other sizes (docs/expert_parallel.md).
 
 On GPUs the processes talk over NCCL, one GPU each; on CPUs over gloo. Nothing else differs.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # first imported later, it would keep the group's threads for good
 
 import epoch_moe
 from epoch_moe.decoding import is_canvas_model, loop_of

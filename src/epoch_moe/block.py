@@ -312,10 +312,11 @@ class EpochMoEBlock(nn.Module):
         stacked = visit.stacked
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
         backend = pick_backend(requested, stacked, x_RH, weights_RK)
-        worklist = worklist_for(backend, x_RH, ids_RK, stacked)
+        part, dtype = (None, None) if self.ep is None else (self.ep.part, torch.float32)
+        worklist = worklist_for(backend, x_RH, ids_RK, stacked, part)
         if forward is not None:
             forward.counters.add_layer(self.index, own_rows, worklist.counts_E)
-        return run_experts(x_RH, ids_RK, weights_RK, stacked, backend, worklist)
+        return run_experts(x_RH, ids_RK, weights_RK, stacked, backend, worklist, dtype=dtype)
 
     def _run_resident(
         self,
@@ -332,7 +333,8 @@ class EpochMoEBlock(nn.Module):
         if forward is not None:
             forward.counters.add_layer(self.index, own_rows, count_pairs(ids_RK, experts.num_experts))
         requested = forward.config.backend if isinstance(forward, ForwardPlan) else self.backend
-        return run(x_RH, ids_RK, weights_RK, requested, forward, known)
+        part = None if self.ep is None else self.ep.part
+        return run(x_RH, ids_RK, weights_RK, requested, forward, known, part)
 
     def incomplete(self, what: str) -> RuntimeError | None:
         """The error of what needs all experts, where they are not all here as tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from distributed import collect, run_ranks, start_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from epoch_moe.experts.grouped import run_experts
-from epoch_moe.experts.reference import experts_reference
+from epoch_moe.experts.grouped import Backend, run_experts
 from epoch_moe.experts.weights import Stacked
+from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.freshlane.dispatcher import Dispatched, FreshLaneDispatcher
+from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.routing import NO_EXPERT
 
 HIDDEN, INNER = 8, 6
@@ -44,15 +47,21 @@ def case(seed: int, rank: int, num_experts: int, top_k: int, style: str) -> tupl
     return x_RH, ids_RK, torch.rand(rows, top_k, generator=generator)
 
 
-def on_own_experts(dispatched: Dispatched, dispatcher: FreshLaneDispatcher, stacked: Stacked) -> Tensor:
+def on_own_experts(
+    dispatched: Dispatched, dispatcher: FreshLaneDispatcher, stacked: Stacked, backend: Backend = "loop"
+) -> Tensor:
     own = slice(dispatcher.first_expert, dispatcher.first_expert + dispatcher.local_experts)
     local = Stacked(stacked.gate_up_E2FH[own], stacked.down_EHF[own])
-    return run_experts(dispatched.x_NH, dispatched.ids_NK, dispatched.weights_NK, local, "loop")
+    ids_NK, part = dispatched.ids_NK, (dispatcher.first_expert, dispatcher.num_experts)
+    worklist = build_worklist(ids_NK, dispatcher.local_experts, part)
+    return run_experts(
+        dispatched.x_NH, ids_NK, dispatched.weights_NK, local, backend, worklist, dtype=torch.float32
+    )
 
 
 def expected(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -> Tensor:
     inside_RK = torch.where(ids_RK >= stacked.down_EHF.shape[0], NO_EXPERT, ids_RK)
-    return experts_reference(x_RH, inside_RK, weights_RK, stacked)
+    return run_experts(x_RH, inside_RK, weights_RK, stacked, "reference")
 
 
 STYLES = ("random", "to one rank", "empty pairs", "none", "one rank")
@@ -117,6 +126,66 @@ def test_replicated_rows_against_brute_force() -> None:
     outputs = run_ranks(4, replicated_against_brute_force)
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))  # bit for bit on all ranks
+
+
+def bits_of_one_process(rank: int) -> None:
+    """Products row by row, which no CPU makes depend on the rows beside them: what is left is the order of sums."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for num_experts, top_k in ((16, 6), (12, 5), (8, 8)):
+            whole = experts(num_experts)
+            stacked = Stacked(whole.gate_up_E2FH.to(dtype), whole.down_EHF.to(dtype))
+            for layout in ("sharded", "replicated"):
+                x_RH, ids_RK, weights_RK = case(2, rank if layout == "sharded" else 5, num_experts, top_k, "random")
+                x_RH = x_RH.to(dtype)
+                want_RH = run_experts(x_RH, ids_RK, weights_RK, stacked, "reference")
+                dispatcher = FreshLaneDispatcher(num_experts, dist.group.WORLD, layout=layout)
+                dispatched = dispatcher.dispatch(x_RH, ids_RK, weights_RK).wait()
+                y_NH = on_own_experts(dispatched, dispatcher, stacked, "reference")
+                assert torch.equal(dispatcher.combine(y_NH, dispatched.handle).wait(), want_RH), (num_experts, layout)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_row_has_the_bits_of_one_process(world: int) -> None:
+    run_ranks(world, bits_of_one_process)
+
+
+def waits_of_a_dispatch(rank: int) -> int:
+    """How often the host looks at a value of a tensor in one dispatch and combine with exact counts."""
+    dispatcher = FreshLaneDispatcher(8, dist.group.WORLD)
+    waits = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense):
+                waits.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tolist = Tensor.tolist
+    Tensor.tolist = lambda self: (waits.append("tolist"), tolist(self))[1]  # type: ignore[method-assign]
+    with Spy():
+        dispatched = dispatcher.dispatch(*case(1, rank, 8, 3, "random")).wait()
+        dispatcher.combine(dispatched.x_NH, dispatched.handle).wait()
+    return len(waits)
+
+
+def test_the_host_waits_once_for_a_dispatch() -> None:
+    assert run_ranks(2, waits_of_a_dispatch) == [1, 1]
+
+
+def outlived_group(rank: int) -> str:
+    dispatcher = FreshLaneDispatcher(8, dist.group.WORLD)
+    group = weakref.ref(dist.group.WORLD)
+    inputs = case(1, rank, 8, 3, "random")
+    dispatcher.dispatch(*inputs).wait()
+    dist.destroy_process_group()
+    assert group() is None  # its threads have ended: one that meets the end of the interpreter ends the process
+    with pytest.raises(ExpertParallelError) as error:
+        dispatcher.dispatch(*inputs)
+    return str(error.value)
+
+
+def test_a_dispatcher_does_not_keep_a_destroyed_group() -> None:
+    assert all("has been destroyed" in message for message in run_ranks(2, outlived_group))
 
 
 def unused_memory_is_not_read(rank: int) -> None:
@@ -206,7 +275,7 @@ def die_in_the_exchange(rank: int) -> Any:
 
 
 def test_a_rank_that_dies_is_an_error_that_names_the_layer() -> None:
-    results = collect(*start_ranks(2, die_in_the_exchange, collective_timeout=20))
+    results = collect(*start_ranks(2, die_in_the_exchange))
     assert results[1][0] == "lost"
     kind, (name, message, _) = results[0]
     assert kind == "error" and name == "ExpertParallelError"

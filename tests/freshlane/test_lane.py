@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epoch_moe.freshlane.local import DenseShard, pick, restore
-from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.freshlane.worklist import build_worklist, combine, tree_sum
 from epoch_moe.plan.packed import ListedRows, list_rows
 from epoch_moe.plan.rules import RowMasks, RowPlaces
 from epoch_moe.routing import NO_EXPERT
@@ -64,6 +64,23 @@ def test_combine_weighs_valid_pairs_and_ignores_the_rest(case: tuple[Tensor, int
     assert out_RH.dtype == dtype
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out_RH.float(), want_RH, rtol=tolerance, atol=tolerance)
+
+
+@CHECKED
+@given(assignments(), st.sampled_from([2, 4, 8]), st.integers(1, 3))
+def test_partial_sums_of_ranks_add_up_to_the_bits_of_the_whole(case: tuple[Tensor, int], ranks: int, each: int) -> None:
+    ids_RK = torch.where(case[0] < 0, NO_EXPERT, case[0] % (ranks * each))
+    weights_RK = torch.rand(ids_RK.shape).masked_fill(ids_RK < 0, float("nan"))
+    pair_RKH = torch.randn(*ids_RK.shape, 3).bfloat16()
+    parts = []
+    for first, count in [(0, ranks * each), *((rank * each, each) for rank in range(ranks))]:
+        here_RK = (ids_RK >= first) & (ids_RK < first + count)
+        own_RK = torch.where(here_RK, ids_RK - first, NO_EXPERT)
+        work = build_worklist(own_RK, count, (first, ranks * each))
+        pairs_PH = torch.full((ids_RK.numel(), 3), float("nan")).bfloat16()
+        pairs_PH[work.rank_RK[here_RK]] = pair_RKH[here_RK]
+        parts.append(combine(pairs_PH, weights_RK, work, torch.float32))
+    assert torch.equal(tree_sum(torch.stack(parts[1:])), parts[0])
 
 
 def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> ListedRows:

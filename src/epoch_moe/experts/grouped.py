@@ -25,7 +25,7 @@ from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
 from epoch_moe.experts.views import Experts
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.freshlane.worklist import Worklist, build_worklist, combine
+from epoch_moe.freshlane.worklist import GROUPS, Worklist, build_worklist, combine
 from epoch_moe.precision import autocast_dtype, product_dtype
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def _segments_loop(x_PH: Tensor, stacked: Experts, counts: list[int] | None, off
 
 
 def worklist_for(
-    backend: Backend, x_RH: Tensor, ids_RK: Tensor, stacked: Experts
+    backend: Backend, x_RH: Tensor, ids_RK: Tensor, stacked: Experts, part: tuple[int, int] | None = None
 ) -> Worklist | DeviceWorklist:
-    """The worklist that `run_experts` takes with this backend."""
+    """The worklist that `run_experts` takes with this backend; ``part`` as for `build_worklist`."""
     if backend == "triton":
         return device_worklist(x_RH.to(stacked.down_EHF.dtype), ids_RK, stacked)
-    return build_worklist(ids_RK, stacked.down_EHF.shape[0])
+    return build_worklist(ids_RK, stacked.down_EHF.shape[0], part)
 
 
 def run_experts(
@@ -167,8 +167,11 @@ def run_experts(
     backend: Backend,
     worklist: Worklist | DeviceWorklist | None = None,
     workspace: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Weighted sum of each row's experts: ``[R,H]`` in the dtype of ``x_RH``.
+    """Weighted sum of each row's experts: ``[R,H]``, in the order of `combine`.
+
+    The kernels add the pairs of a row in slot order instead.
 
     Args:
         x_RH: rows.
@@ -179,16 +182,19 @@ def run_experts(
         worklist: of ``ids_RK`` by `worklist_for`, when the caller has it already.
         workspace: bytes that intermediates may take beside the pairs' outputs ``[P,H]``, as far as single experts and
             single rows fit; the same result. Reads the counts on the host; not differentiable. None = no limit.
+        dtype: of the result: that of ``x_RH`` (None), or fp32 for a partial sum that is added to others (the
+            kernels round it before).
     """
-    if backend == "reference":
-        return experts_reference(x_RH, ids_RK, weights_RK, stacked)
+    dtype = dtype or x_RH.dtype
     if worklist is None:
         worklist = worklist_for(backend, x_RH, ids_RK, stacked)
     if not isinstance(worklist, Worklist):
-        return run_device(x_RH.to(stacked.down_EHF.dtype), weights_RK, stacked, worklist).to(x_RH.dtype)
+        return run_device(x_RH.to(stacked.down_EHF.dtype), weights_RK, stacked, worklist).to(dtype)
+    if backend == "reference":
+        return experts_reference(x_RH, ids_RK, weights_RK, stacked, worklist.groups).to(dtype)
     segments = _segments_grouped if backend == "grouped" else _segments_loop
     if workspace is not None:
-        return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace)
+        return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace, dtype)
     x_PH = x_RH[worklist.row_P]
     if x_PH.requires_grad:
         # The backward of a grouped product leaves the rows behind the last segment uninitialised. They belong to empty
@@ -196,7 +202,7 @@ def run_experts(
         behind_P = torch.arange(x_PH.shape[0], device=x_PH.device) >= worklist.offsets_E[-1]
         x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
     pairs_PH = segments(x_PH, stacked, None, worklist.offsets_E)
-    return combine(pairs_PH, weights_RK, worklist, x_RH.dtype)
+    return combine(pairs_PH, weights_RK, worklist, dtype)
 
 
 def run_layer(weights: ExpertWeights, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
@@ -235,7 +241,13 @@ def segments_of(backend: Backend) -> _Segments:
 
 
 def _in_runs(
-    x_RH: Tensor, weights_RK: Tensor, stacked: Experts, segments: _Segments, worklist: Worklist, workspace: int
+    x_RH: Tensor,
+    weights_RK: Tensor,
+    stacked: Experts,
+    segments: _Segments,
+    worklist: Worklist,
+    workspace: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`run_experts` within a budget: experts in runs, then rows in runs."""
     (num_rows, hidden), top_k, inner = x_RH.shape, weights_RK.shape[1], stacked.down_EHF.shape[-1]
@@ -249,14 +261,17 @@ def _in_runs(
         offsets = worklist.offsets_E[first:last] - start
         pairs_PH[start:end] = segments(x_RH[worklist.row_P[start:end]], part, counts, offsets)
         start = end
-    # Of each pair: its gathered row, and that in fp32 three times (cast, filled, weighted).
-    per_row = top_k * hidden * (x_RH.element_size() + 12)
+    # Of each pair: its gathered row, and that in fp32; of each row: its groups' sums, and two levels of them.
+    per_row = hidden * (top_k * (x_RH.element_size() + 4) + 8 * GROUPS)
     step = max(workspace // per_row, 1)
-    out_RH = torch.empty_like(x_RH)
+    out_RH = torch.empty_like(x_RH, dtype=dtype)
     for row in range(0, num_rows, step):
         part_R = slice(row, row + step)
-        rows = replace(worklist, rank_RK=worklist.rank_RK[part_R], valid_RK=worklist.valid_RK[part_R])
-        out_RH[part_R] = combine(pairs_PH, weights_RK[part_R], rows, x_RH.dtype)
+        rank_RK = worklist.rank_RK[part_R]
+        own_RK = torch.arange(rank_RK.numel(), device=rank_RK.device).view_as(rank_RK)
+        groups = worklist.groups[0][part_R], worklist.groups[1]
+        rows = replace(worklist, rank_RK=own_RK, valid_RK=worklist.valid_RK[part_R], groups=groups)
+        out_RH[part_R] = combine(pairs_PH[rank_RK.reshape(-1)], weights_RK[part_R], rows, dtype)
     return out_RH
 
 

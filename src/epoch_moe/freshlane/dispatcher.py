@@ -9,10 +9,10 @@ Experts lie in contiguous ranges: of P ranks, rank p owns experts ``p * E / P`` 
                    +--> rank 1: once, though       each rank: its own experts' pairs of all rows
                         two of its experts           |
                         are wanted                 partial sums ---> summed over ranks, row by row,
-    rank 1: its experts' pairs of received              in rank order ---> y_RH on all ranks
+    rank 1: its experts' pairs of received              `tree_sum` ----> y_RH on all ranks
             rows, summed to one row in fp32
                    |
-    y_RH <---------+  summed over ranks in rank order, fp32
+    y_RH <---------+  summed over ranks by `tree_sum`, fp32, rounded once
 
 Nothing is sent for a row and a rank without a pair. Empty pairs (id -1, or an id outside 0..E-1) read no expert and add
 nothing. Every rank joins every exchange, with no rows too.
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending, Ranks
+from epoch_moe.freshlane.worklist import tree_sum
 from epoch_moe.routing import NO_EXPERT
 
 Layout = Literal["sharded", "replicated"]
@@ -185,9 +186,11 @@ class FreshLaneDispatcher:
         ranks, num_rows = self.ranks, x_RH.shape[0]
         send_P = needed_PR.sum(dim=1)
         receive_P = ranks.all_to_all(send_P, None, None, f"{name}: exchange of row counts").wait()
-        send, receive = torch.stack([send_P, receive_P]).tolist()  # the one host sync
+        pairs = ((owner_RK >= 0) & (owner_RK != ranks.rank)).sum().expand_as(send_P)
+        send, receive, (pair_rows, *_) = torch.stack([send_P, receive_P, pairs]).tolist()  # the one host sync
         place_PR = needed_PR.reshape(-1).cumsum(0).view_as(needed_PR) - 1
-        flat_D = needed_PR.reshape(-1).nonzero().squeeze(1)
+        # Where it is True, ascending: how many that are is known, so that nonzero() need not wait for it.
+        flat_D = needed_PR.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[: sum(send)]
         row_D, rank_D = flat_D % max(num_rows, 1), flat_D // max(num_rows, 1)
         ids_DK = self._local(ids_RK[row_D], rank_D.unsqueeze(1))
         payload = _pack(x_RH[row_D], ids_DK, weights_RK[row_D])
@@ -196,7 +199,7 @@ class FreshLaneDispatcher:
         traffic.count_bytes += (ranks.world - 1) * send_P.element_size()
         traffic.dispatch_rows += remote
         traffic.dispatch_bytes += remote * payload.shape[1]
-        traffic.pair_rows += int(((owner_RK >= 0) & (owner_RK != ranks.rank)).sum())
+        traffic.pair_rows += pair_rows
         handle = DispatchHandle(
             layout=self.layout,
             num_rows=num_rows,
@@ -258,8 +261,8 @@ class FreshLaneDispatcher:
         """Start bringing partial sums back.
 
         Args:
-            y_NH: one row per received row: the sum over this rank's experts. It travels in its own dtype, and is summed
-                over ranks in fp32.
+            y_NH: one row per received row: the sum over this rank's experts. It travels in its own dtype (fp32, where
+                no bit may be lost), and is summed over ranks in fp32.
             handle: of the `dispatch` that gave the rows.
 
         Returns:
@@ -277,20 +280,17 @@ class FreshLaneDispatcher:
 
         def gather(back_DH: Tensor) -> Tensor:
             assert handle.needed_PR is not None and handle.place_PR is not None
-            out_RH = torch.zeros(handle.num_rows, y_NH.shape[1], dtype=torch.float32, device=y_NH.device)
             if not back_DH.shape[0]:
-                return out_RH.to(handle.dtype)
-            for needed_R, place_R in zip(handle.needed_PR, handle.place_PR, strict=True):
-                part_RH = back_DH[place_R.clamp(0, back_DH.shape[0] - 1)].float()
-                out_RH += part_RH.masked_fill(~needed_R.unsqueeze(1), 0.0)
-            return out_RH.to(handle.dtype)
+                return y_NH.new_zeros((handle.num_rows, y_NH.shape[1]), dtype=handle.dtype)
+            parts_PRH = back_DH[handle.place_PR.clamp(0, back_DH.shape[0] - 1)].float()
+            return tree_sum(parts_PRH.masked_fill(~handle.needed_PR.unsqueeze(-1), 0.0)).to(handle.dtype)
 
         return self.ranks.all_to_all(
             y_NH, handle.receive, handle.send, f"{handle.name}: return of partial sums", gather
         )
 
     def _combine_replicated(self, y_RH: Tensor, handle: DispatchHandle) -> Pending:
-        """Every rank sums a share of the rows over ranks, in rank order, and the shares are collected.
+        """Every rank sums a share of the rows over ranks, by `tree_sum`, and the shares are collected.
 
         As many bytes as an all-reduce, whose order of additions would depend on the number of ranks and the backend.
         """
@@ -298,10 +298,7 @@ class FreshLaneDispatcher:
         share = -(-num_rows // ranks.world)
         padded = torch.nn.functional.pad(y_RH, (0, 0, 0, share * ranks.world - num_rows))
         parts = ranks.all_to_all(padded, None, None, f"{handle.name}: sum of partial sums").wait()
-        total = torch.zeros(share, hidden, dtype=torch.float32, device=y_RH.device)
-        for part in parts.view(ranks.world, share, hidden):
-            total += part.float()
-        own = total.to(handle.dtype)
+        own = tree_sum(parts.view(ranks.world, share, hidden).float()).to(handle.dtype)
         remote = (ranks.world - 1) * share
         self.traffic.combine_rows += 2 * remote
         self.traffic.combine_bytes += remote * hidden * (y_RH.element_size() + own.element_size())

@@ -86,6 +86,11 @@ class ExpertParallel:
         first = self.dispatcher.first_expert
         return range(first, first + self.dispatcher.local_experts)
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """The first of them, and how many experts a layer has."""
+        return self.dispatcher.first_expert, self.dispatcher.num_experts
+
     def refused(self, what: str) -> RuntimeError:
         """The error of everything that needs all experts, or that would take the group of ranks along."""
         here = self.experts
@@ -113,7 +118,7 @@ class ExpertParallel:
 
         Args:
             x_RH, ids_RK, weights_RK: as `FreshLaneDispatcher.dispatch` takes them.
-            run_local: ``(x_NH, local ids, weights) -> [N,H]`` with this rank's experts.
+            run_local: ``(x_NH, local ids, weights) -> [N,H]``, fp32, with this rank's experts.
             name: of the layer, for errors.
             meanwhile: what can be computed while rows travel to their experts (replicated: while sums come back, as
                 no row travels).

@@ -11,9 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.routing import NO_EXPERT
+
+GROUPS = 8
+"""Groups of consecutive experts that a row's sum goes by: as many as the ranks that give one process's bits."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Worklist:
         counts_E: int64, valid pairs of each expert.
         offsets_E: int32, end of each expert's segment (inclusive prefix sum of the counts).
         valid_RK: bool, False for empty pairs.
+        groups: of experts that `combine` sums by, as `expert_groups` gives them.
     """
 
     row_P: Tensor
@@ -33,6 +38,7 @@ class Worklist:
     counts_E: Tensor
     offsets_E: Tensor
     valid_RK: Tensor
+    groups: tuple[Tensor, int]
 
 
 def count_pairs(ids_RK: Tensor, num_experts: int) -> Tensor:
@@ -44,8 +50,12 @@ def count_pairs(ids_RK: Tensor, num_experts: int) -> Tensor:
     return bins.scatter_add_(0, keys_P, torch.ones_like(keys_P))[:num_experts]
 
 
-def build_worklist(ids_RK: Tensor, num_experts: int) -> Worklist:
-    """Sort the pairs ``ids_RK`` (int64, ``NO_EXPERT`` = empty) by expert; within an expert by row, then slot."""
+def build_worklist(ids_RK: Tensor, num_experts: int, part: tuple[int, int] | None = None) -> Worklist:
+    """Sort the pairs ``ids_RK`` (int64, ``NO_EXPERT`` = empty) by expert; within an expert by row, then slot.
+
+    Args:
+        part: the number of the first of these experts in its layer, and how many the layer has; None: these are all.
+    """
     num_rows, top_k = ids_RK.shape
     flat_P = ids_RK.reshape(-1)
     valid_P = flat_P != NO_EXPERT
@@ -60,16 +70,67 @@ def build_worklist(ids_RK: Tensor, num_experts: int) -> Worklist:
         counts_E=counts_E,
         offsets_E=counts_E.cumsum(0).to(torch.int32),
         valid_RK=valid_P.view(num_rows, top_k),
+        groups=expert_groups(ids_RK, num_experts, part),
     )
 
 
-def combine(pairs_PH: Tensor, weights_RK: Tensor, worklist: Worklist, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over the K pairs of each row, fp32, in slot order, rounded once to ``dtype``: ``[R,H]``.
+def expert_groups(ids_RK: Tensor, num_experts: int, part: tuple[int, int] | None = None) -> tuple[Tensor, int]:
+    """In which of a layer's `GROUPS` groups of consecutive experts each pair lies, counted from the first one here.
 
-    Rows of ``pairs_PH`` behind the last segment are uninitialised memory, so empty pairs are replaced by zeros rather
-    than multiplied by a zero weight (0 x NaN is NaN), and before the product: its gradient by the weights would be NaN
-    otherwise.
+    Args:
+        ids_RK: int64, among the ``num_experts`` experts that are here; what empty pairs get means nothing.
+        num_experts: experts here.
+        part: as for `build_worklist`.
+
+    Returns:
+        The groups, and how many of them are here.
     """
+    first, total = part or (0, num_experts)
+    lowest, highest = (expert * GROUPS // total for expert in (first, first + num_experts - 1))
+    return (ids_RK + first) * GROUPS // total - lowest, highest - lowest + 1
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """Sum over the first dimension by neighbours: ``((0 + 1) + (2 + 3)) + ...``, a missing one being 0.
+
+    A half, quarter or eighth of them, summed alone, is a partial sum of the whole.
+    """
+    while parts.shape[0] > 1:
+        if parts.shape[0] % 2:
+            parts = torch.cat([parts, torch.zeros_like(parts[:1])])
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]
+
+
+def combine(pairs_PH: Tensor, weights_RK: Tensor, worklist: Worklist, dtype: torch.dtype) -> Tensor:
+    """Weighted sum over the K pairs of each row, fp32, rounded once to ``dtype``: ``[R,H]``.
+
+    The order does not depend on how experts are split over 1, 2, 4 or 8 ranks: the pairs of a group of experts in slot
+    order, then the groups by `tree_sum`. With ``dtype`` fp32 the sum of a part of the experts is that part of the
+    whole, bit for bit.
+
+    Rows of ``pairs_PH`` behind the last segment are uninitialised memory: the empty pairs of a row are summed apart,
+    and nobody looks at it.
+
+    Args:
+        pairs_PH: expert outputs in the worklist's order.
+        weights_RK: fp32; those of empty pairs may hold anything.
+        worklist: of the rows.
+        dtype: of the result.
+    """
+    group_RK, count = worklist.groups
+    num_rows = group_RK.shape[0]
     empty_RK = ~worklist.valid_RK
-    gathered_RKH = pairs_PH[worklist.rank_RK].float().masked_fill(empty_RK.unsqueeze(-1), 0.0)
-    return (gathered_RKH * weights_RK.masked_fill(empty_RK, 0.0).unsqueeze(-1)).sum(dim=1).to(dtype)
+    row_R1 = torch.arange(num_rows, device=group_RK.device).unsqueeze(1)
+    bag_P = (group_RK.masked_fill(empty_RK, count) + row_R1 * (count + 1)).reshape(-1)
+    bag_P, order_P = bag_P.sort(stable=True)
+    starts = torch.searchsorted(bag_P, torch.arange(num_rows * (count + 1), device=bag_P.device))
+    sums = F.embedding_bag(
+        worklist.rank_RK.reshape(-1)[order_P],
+        pairs_PH.float(),
+        starts,
+        mode="sum",
+        per_sample_weights=weights_RK.float().masked_fill(empty_RK, 0.0).reshape(-1)[order_P],
+    )
+    sums_GRH = sums.view(num_rows, count + 1, pairs_PH.shape[1])[:, :count].transpose(0, 1)
+    return tree_sum(sums_GRH).to(dtype)

@@ -31,7 +31,7 @@ def moe_forward(
     """Weighted sum of the chosen experts that lie here: ``[T,H]`` in the dtype of ``x_TH``.
 
     Each expert is ``down(silu(gate(x)) * up(x))`` in the model's dtype. The K outputs of a row are weighted and summed
-    in fp32 in slot order and rounded once. Autocast changes nothing. The sum is the unreduced part of this rank's
+    in fp32 and rounded once. Autocast changes nothing. The sum is the unreduced part of this rank's
     experts: add the ranks' parts yourself. It holds no shared expert, and no scaling but what ``topk_weights_TK``
     carries.
 

@@ -2,7 +2,7 @@
 
 One program per row and tile of H. Every output element is written by one program and every sum runs over the slots in
 ascending order in fp32, products rounded before they are added, so results do not depend on scheduling and are those of
-plain torch to the bit. What a program does is decided by ``source_T``:
+`combine_restore_reference` to the bit. What a program does is decided by ``source_T``:
 
   s >= 0    the weighted sum of packed row s, to the dense shard, and to the cache where ``store_R[s]`` names an entry
   s == -1   zeros (padding, finished sequences): nothing is read
@@ -147,8 +147,8 @@ def _check_restored(
 def combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
     """Weighted sum over the K pairs of each packed row: ``[R,H]`` in the dtype of ``pairs_PH``.
 
-    The sum is taken in fp32, slot 0 first, and rounded once, as `freshlane.worklist.combine` does. Rows from ``count``
-    on come out as zeros.
+    The sum is taken in fp32, slot 0 first, and rounded once (`freshlane.worklist.combine` adds by groups of experts:
+    equal to rounding). Rows from ``count`` on come out as zeros.
 
     Args:
         pairs_PH: expert outputs in sorted order (`kernels.grouped_mlp`); rows behind the last segment hold

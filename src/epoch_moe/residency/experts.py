@@ -18,6 +18,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.grouped import Backend, pick_segments, segments_of
 from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights, Stacked
-from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.freshlane.worklist import build_worklist, combine, expert_groups
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.slot import DenseForward
 from epoch_moe.residency.clock import Clock
@@ -138,6 +139,7 @@ class ResidentExperts:
         backend: Backend,
         forward: ForwardPlan | DenseForward | None,
         known_rows: bool = True,
+        part: tuple[int, int] | None = None,
     ) -> Tensor:
         """Weighted sum of each row's experts ``[R,H]``, as `run_experts` gives it with all of them in memory.
 
@@ -146,6 +148,7 @@ class ResidentExperts:
             backend: as requested; resolved for the slots.
             forward: the forward under way, for the policy.
             known_rows: the rows are those of ``forward``, and not another rank's.
+            part: as for `build_worklist`; the result is a partial sum then, in fp32.
 
         Raises:
             ResidencyError: a missing expert cannot be read.
@@ -158,7 +161,7 @@ class ResidentExperts:
             steps = Steps([], [], [])  # rows of other ranks only: no forward of this layer
             if demand.experts:
                 steps = self.placement.plan(demand, self.policy, self.loader.worth_loading)
-            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments)
+            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments, part)
 
     def _carry_out(
         self,
@@ -168,6 +171,7 @@ class ResidentExperts:
         demand: Demand,
         steps: Steps,
         segments: Callable[..., Tensor],
+        part: tuple[int, int] | None,
     ) -> Tensor:
         counts = self.counts
         slots, slot_of = self.placement.slots, {expert: slot for expert, slot, _ in steps.loads}
@@ -180,7 +184,9 @@ class ResidentExperts:
         missing = [expert for expert, _ in jobs]
         key_E[torch.tensor(missing, dtype=torch.int64)] = slots + torch.arange(len(missing))
         keys_RK = key_E.to(ids_RK.device)[ids_RK.clamp_min(0)].masked_fill(ids_RK == NO_EXPERT, NO_EXPERT)
-        worklist = build_worklist(keys_RK, slots + len(missing))
+        # The order of a row's sum is that of all experts, wherever they lie.
+        groups = expert_groups(ids_RK, self.num_experts, part)
+        worklist = replace(build_worklist(keys_RK, slots + len(missing)), groups=groups)
         pairs_E: list[int] = demand.counts_E.tolist()
         hit_pairs = sum(pairs_E[expert] for expert in steps.hits)
         x_PH = x_RH[worklist.row_P]
@@ -203,7 +209,7 @@ class ResidentExperts:
             # Their slots hold nothing that could be used, or half of it.
             self.placement.forget(expert for expert in slot_of if expert not in arrived)
             raise
-        return combine(out_PH, weights_RK, worklist, x_RH.dtype)
+        return combine(out_PH, weights_RK, worklist, x_RH.dtype if part is None else torch.float32)
 
     def _compute_missing(
         self,
