@@ -20,6 +20,7 @@ NAMES = [
     "ResidencyConfig",
     "RouterSpec",
     "__version__",
+    "following",
     "generate",
     "generate_semi_autoregressive",
     "in_step",
@@ -52,6 +53,7 @@ def test_signatures_are_these() -> None:
     ranks = ["ep_group", "ep_layout", "ep_capacity"]
     assert parameters(epoch_moe.patch) == ["model", "config", "strict", *loops, *ranks, "residency"]
     assert parameters(epoch_moe.patched) == ["model", "config", "strict", *loops]
+    assert parameters(epoch_moe.following) == ["model", "block_length", "editing", "mask_token_id"]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
         "self", "batch", "window", "prefix", "prefix_constant", "future",

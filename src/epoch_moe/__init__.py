@@ -19,6 +19,7 @@ _HOMES = {
     "PatchReport": "epoch_moe.patch_report",
     "ResidencyConfig": "epoch_moe.residency.config",
     "RouterSpec": "epoch_moe.routing",
+    "following": "epoch_moe.follow.scope",
     "generate": "epoch_moe.decoding",
     "generate_semi_autoregressive": "epoch_moe.decoding",
     "in_step": "epoch_moe.plan.context",
@@ -26,7 +27,7 @@ _HOMES = {
     "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
     "patched": "epoch_moe.patching",
-    "plan_report": "epoch_moe.plan.inferred",
+    "plan_report": "epoch_moe.follow.scope",
     "register_auto_classes": "epoch_moe.models",
     "residency_report": "epoch_moe.residency.report",
     "unpatch": "epoch_moe.patching",
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from epoch_moe.block import BlockSpec, EpochMoEBlock
     from epoch_moe.config import EpochConfig
     from epoch_moe.decoding import generate, generate_semi_autoregressive
+    from epoch_moe.follow.scope import following, plan_report
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patch_report import PatchReport
     from epoch_moe.patching import patch, patched, unpatch
     from epoch_moe.plan.context import BlockPlanContext, in_step, open_context
-    from epoch_moe.plan.inferred import plan_report
     from epoch_moe.residency.config import ResidencyConfig
     from epoch_moe.residency.report import residency_report
     from epoch_moe.routing import RouterSpec

@@ -23,16 +23,16 @@ from epoch_moe.experts.grouped import Backend, pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights, Stacked
 from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.follow.scope import FollowedGenerate, Following, follow_generate
+from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatcher import Layout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal
 from epoch_moe.patch_report import PatchReport
-from epoch_moe.plan.inferred import InferredPlans
 from epoch_moe.plan.patched import inner_model
 from epoch_moe.plan.slot import PlanSlot
-from epoch_moe.plan.transitions import Hints
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.residency.experts import ResidentExperts
@@ -51,7 +51,8 @@ class PatchState:
         blocks: module path -> block.
         hooks: handles to remove on `unpatch`.
         device_hooks: module path -> accelerate hook that the block took over from the original.
-        inferred: drives plans for loops that open none themselves; None where experts are split over ranks.
+        following: the scopes in which loops that open no plan themselves are followed.
+        generate: what makes calls of the model's own ``generate`` such scopes; None where it has none.
         ep: the ranks that the experts are split over; None: all are here.
         residency: which experts are in fast memory; None: all.
     """
@@ -61,7 +62,8 @@ class PatchState:
     blocks: dict[str, EpochMoEBlock]
     hooks: list[Any] = field(default_factory=list)
     device_hooks: dict[str, Any] = field(default_factory=dict)
-    inferred: InferredPlans | None = None
+    following: Following | None = None
+    generate: FollowedGenerate | None = None
     ep: ExpertParallel | None = None
     residency: Residency | None = None
 
@@ -154,8 +156,15 @@ def patch(
     again changes the configuration and the last three arguments only, and is refused while anything is under way on the
     model (a decode, a block, a forward, in any thread).
 
-    Forwards under `torch.no_grad` of loops that know nothing of plans, such as the released `generate`, are followed by
-    what they look like (docs/plans.md, "Loops of others"); `epoch_moe.plan_report` says what came of it.
+    Loops that know nothing of plans are followed by what their forwards look like (docs/plans.md, "Loops of others"),
+    but only within a call of the model's own ``generate`` (remote code), or where the caller says so::
+
+        epoch_moe.patch(model)
+        with epoch_moe.following(model, block_length=32):
+            out = pipeline(prompt)
+        print(epoch_moe.plan_report(model))
+
+    Any other forward is the model's own function, whatever came before it.
 
     Args:
         model: a loaded model with MoE blocks of a known family, our own class or remote code; of a model in a peft
@@ -163,11 +172,7 @@ def patch(
         config: the plan that `epoch_moe.generate` uses by default: an `EpochConfig`, a preset name (``"default"``,
             ``"exact"``, ``"paper"``, ``"dense"``), or None for no plan.
         strict: raise where no MoE block is found or one cannot be patched; False skips it and reports why.
-        mask_token_id: id of undecoded positions, for loops of others. None: the model config's ``mask_token_id``.
-        block_length: positions of a block, for loops of others. Needed for a fixed canvas (LLaDA-MoE); elsewhere None
-            finds it out.
-        editing: whether loops of others may replace tokens that are decoded. None: assumed until a loop shows that it
-            does not.
+        mask_token_id, block_length, editing: for loops of others, where `epoch_moe.following` is not told otherwise.
         ep_group: split the experts over the ranks of this ``torch.distributed`` group (or one-dimensional DeviceMesh):
             this rank keeps its share, and the others' weights are freed, so this cannot be undone. All ranks then call
             `epoch_moe.generate` (see `epoch_moe.in_step`); plain forwards must be called by all ranks together.
@@ -250,11 +255,11 @@ def patch(
         if "_hf_hook" in block.original.__dict__:
             new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    if new.ep is None:
-        new.inferred = InferredPlans(PatchState(slot, config, new.blocks, residency=new.residency), config, hints)
-        # A plan must be there before it is asked for router logits.
-        new.hooks.append(base.register_forward_pre_hook(new.inferred.before, with_kwargs=True))
-        new.hooks.append(base.register_forward_hook(new.inferred.after, always_call=True))
+    seen = PatchState(slot, config, new.blocks, ep=new.ep, residency=new.residency)
+    new.following, new.generate = Following(seen, config, hints), follow_generate(model)
+    # A plan must be there before it is asked for router logits.
+    new.hooks.append(base.register_forward_pre_hook(new.following.before, with_kwargs=True))
+    new.hooks.append(base.register_forward_hook(new.following.after, always_call=True))
     new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
     new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
     new.hooks.append(model.register_state_dict_pre_hook(_RefuseSaving(new)))
@@ -279,6 +284,10 @@ def unpatch(model: nn.Module) -> None:
         raise RuntimeError(
             f"the experts of {type(model).__name__} are split over {state.ep.ranks.world} ranks, and those of other "
             "ranks are no longer here: load the model anew"
+        )
+    if state.generate is not None and model.__dict__.get("generate") not in (None, state.generate):
+        raise RuntimeError(
+            f"generate was replaced by {model.__dict__['generate']!r} after patch(): undo that first, then unpatch"
         )
     for path, block in state.blocks.items():
         current = _module_at(model, path)
@@ -311,6 +320,8 @@ def unpatch(model: nn.Module) -> None:
             _remove_hook(block.original)  # as somebody did with the block's while it was patched
     for hook in state.hooks:
         hook.remove()
+    if state.generate is not None and model.__dict__.get("generate") is state.generate:
+        state.generate.take_off(model)
     object.__delattr__(model, ATTRIBUTE)
 
 
@@ -329,7 +340,7 @@ def patched(
     On a model that is patched already, the configuration is changed and changed back at the end.
     """
     state = _state(model)
-    before = None if state is None else (state.config, None if state.inferred is None else state.inferred.hints)
+    before = None if state is None else (state.config, None if state.following is None else state.following.hints)
     report = patch(
         model, config, strict=strict, mask_token_id=mask_token_id, block_length=block_length, editing=editing
     )
@@ -369,11 +380,11 @@ def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> Patc
 
 
 def _configure(state: PatchState, config: EpochConfig | None, hints: Hints | None, doing: str) -> None:
-    if config != state.config or (state.inferred is not None and hints != state.inferred.hints):
+    if config != state.config or (state.following is not None and hints != state.following.hints):
         state.slot.check_idle(f"{doing} changes the plan")
     state.config = config
-    if state.inferred is not None and hints is not None:
-        state.inferred.configure(config, hints)
+    if state.following is not None and hints is not None:
+        state.following.config, state.following.hints = config, hints
     for block in state.blocks.values():
         block.backend = "auto" if config is None else config.backend
 

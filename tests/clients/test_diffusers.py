@@ -47,9 +47,10 @@ def test_exact_settings_give_the_tokens_of_the_unpatched_model(
 ) -> None:
     for question in QUESTIONS:
         want = ask(loaded, question, editing)
-        with epoch_moe.patched(loaded[0], "exact", block_length=block_length):
+        scope = epoch_moe.following(loaded[0], block_length=block_length)
+        with epoch_moe.patched(loaded[0], "exact"), scope as follower:
             got = ask(loaded, question, editing)
-            report = epoch_moe.plan_report(loaded[0])
+        report = follower.report()
         assert torch.equal(got[0], want[0]) and got[1] == want[1]
         # Without the block length its first block is dense, as its 2-D mask shows no blocks; then the window has grown.
         assert report.kinds["block"] >= 2 and ("block_length" in report.work.fallbacks) == (block_length is None)
@@ -60,8 +61,9 @@ def test_the_default_plan_saves_pairs_and_mostly_agrees(loaded: tuple[Any, Any])
     agreed = 0.0
     for question in QUESTIONS:
         want, _ = ask(loaded, question, None)
-        with epoch_moe.patched(loaded[0], block_length=BLOCK, editing=False):
-            tokens, _ = ask(loaded, question, None)
+        with epoch_moe.patched(loaded[0]):
+            with epoch_moe.following(loaded[0], block_length=BLOCK, editing=False):
+                tokens, _ = ask(loaded, question, None)
             work = epoch_moe.plan_report(loaded[0]).work
         agreed += float((tokens == want).float().mean()) / len(QUESTIONS)
         assert set(work.fallbacks) <= {"shortfall"}
@@ -71,8 +73,8 @@ def test_the_default_plan_saves_pairs_and_mostly_agrees(loaded: tuple[Any, Any])
 
 
 def test_a_loop_that_edits_is_followed(loaded: tuple[Any, Any]) -> None:
-    with epoch_moe.patched(loaded[0], block_length=BLOCK):
+    with epoch_moe.patched(loaded[0]), epoch_moe.following(loaded[0], block_length=BLOCK) as follower:
         tokens, _ = ask(loaded, QUESTIONS[0], 0.5)
-        report = epoch_moe.plan_report(loaded[0])
+    report = follower.report()
     assert not (tokens == loaded[0].config.mask_token_id).any()
     assert report.kinds["edit"] > 0 and report.work.rows < report.work.dense_rows

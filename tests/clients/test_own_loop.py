@@ -37,15 +37,19 @@ def test_a_hand_written_loop() -> None:
     prompt = tokenizer("work out 1+3+1+1+4+7-6:", return_tensors="pt")["input_ids"]
     want = decode(model, prompt)
     epoch_moe.patch(model, "exact")
-    assert torch.equal(decode(model, prompt), want)
-    exact = epoch_moe.plan_report(model, reset=True)
+    with epoch_moe.following(model) as follower:
+        assert torch.equal(decode(model, prompt), want)
+    exact = follower.report()
     assert exact.work.fallbacks == {} and exact.kinds["request"] == exact.kinds["block"] == 1
     epoch_moe.patch(model)
-    agreed = float((decode(model, prompt) == want).float().mean())
-    default = epoch_moe.plan_report(model, reset=True)
+    with epoch_moe.following(model) as follower:
+        agreed = float((decode(model, prompt) == want).float().mean())
     assert agreed > 0.9
-    assert default.work.pairs < exact.work.pairs < 4 * exact.work.dense_rows
+    assert follower.report().work.pairs < 0.5 * exact.work.pairs and exact.work.pairs == 4 * exact.work.dense_rows
     # Embeddings say nothing about what is decoded.
-    epoch_moe.patch(model)
-    assert torch.equal(decode(model, prompt, embeds=True), want)
-    assert epoch_moe.plan_report(model).work.fallbacks == {"inputs_embeds": exact.work.forwards}
+    with epoch_moe.following(model) as follower:
+        assert torch.equal(decode(model, prompt, embeds=True), want)
+    assert follower.report().work.fallbacks == {"inputs_embeds": exact.work.forwards}
+    # Outside of a scope it is the model, and nothing is counted.
+    assert torch.equal(decode(model, prompt), want)
+    assert epoch_moe.plan_report(model).work.forwards == 3 * exact.work.forwards

@@ -212,8 +212,8 @@ def load_own_share(rank: int, source: str, want: list[list[int]]) -> dict[str, A
     assert isinstance(block.experts, LocalExperts) and block.weights.moved_bytes == 0
     with pytest.raises(RuntimeError, match="split over 2 ranks"):
         epoch_moe.unpatch(model)
-    with pytest.raises(ValueError, match="split over ranks"):
-        epoch_moe.plan_report(model)
+    with pytest.raises(ValueError, match="split over 2 ranks, where loops of others"), epoch_moe.following(model):
+        raise AssertionError
     before = model._epoch_moe.config
     with epoch_moe.patched(model, "exact"):
         assert model._epoch_moe.config == EpochConfig.exact()

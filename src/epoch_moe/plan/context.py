@@ -51,8 +51,6 @@ class BlockPlanContext:
                 ...
     """
 
-    holds = True
-
     def __init__(self, patched: Patched, config: EpochConfig | None, record: bool = False):
         if not hasattr(patched, "slot"):
             raise wrong("patched", patched, "what patch() left on a model, model._epoch_moe")
@@ -96,8 +94,6 @@ class BlockPlanContext:
             )
         self._open, self._entered = self._patched.slot.hold("a block"), False
         self._shape = batch, window
-        if not self.holds:
-            self._patched.slot.release(self._open)
         if self.config is not None:
             # Experts outside of fast memory are chosen by lists of rows.
             alone = self._patched.ep is None and self._patched.slot.listener is None

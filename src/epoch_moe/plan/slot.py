@@ -134,7 +134,7 @@ class PlanSlot:
     def active(self) -> ForwardPlan | DenseForward | None:
         """The forward under way in this thread or task, or None outside of one."""
         hold = self._entered()
-        return None if hold is None or (hold.task is not None and hold.task is not _task()) else hold.forward
+        return None if hold is None or (hold.task is not None and hold.task is not current_task()) else hold.forward
 
     def _entered(self) -> Hold | None:
         """What this thread entered and nobody has left."""
@@ -158,7 +158,7 @@ class PlanSlot:
         if self._entered() is not None:
             raise RuntimeError("a forward is already under way on this model in this thread: plans do not nest")
         with self.holding("a forward") as hold:
-            hold.forward, hold.task = forward, _task()
+            hold.forward, hold.task = forward, current_task()
             self._local.hold = hold
             yield
 
@@ -222,7 +222,8 @@ class PlanSlot:
         return PlanSlot, ()
 
 
-def _task() -> asyncio.Task[Any] | None:
+def current_task() -> asyncio.Task[Any] | None:
+    """The asyncio task that this runs in, if any."""
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from helpers import GOLDEN, additive, block_causal
@@ -11,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import epoch_moe
-from epoch_moe.plan.inferred import PlanReport
+from epoch_moe.follow.report import PlanReport
+from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 
 BLOCK, MASK_ID = 8, 125
 
@@ -26,6 +30,21 @@ class Call:
 
     def run(self, model: nn.Module) -> Tensor:
         return model(self.ids_BS, attention_mask=self.mask, position_ids=self.positions).logits
+
+
+@cache
+def _loaded(name: str) -> LLaDA2MoeModelLM:
+    return LLaDA2MoeModelLM.from_pretrained(GOLDEN / name, dtype=torch.float32).eval()
+
+
+def plain_model(name: str = "llada2") -> LLaDA2MoeModelLM:
+    return copy.deepcopy(_loaded(name))
+
+
+def patched_model(name: str = "llada2") -> LLaDA2MoeModelLM:
+    model = plain_model(name)
+    epoch_moe.patch(model)
+    return model
 
 
 def golden_calls(folder: str, run: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Call]]:
@@ -43,15 +62,17 @@ def golden_calls(folder: str, run: int, dtype: torch.dtype = torch.float32) -> t
 
 
 @torch.no_grad()
-def replay(model: nn.Module, calls: list[Call]) -> Iterator[Tensor]:
-    """Logits of every forward. The loop knows nothing of plans; it writes into the same tensor, as released ones do."""
+def replay(model: nn.Module, calls: list[Call], **hints: object) -> Iterator[Tensor]:
+    """Logits of every forward (of a patched model in a scope). The loop writes into one tensor, as released ones do."""
     buffer: Tensor | None = None
-    for call in calls:
-        if buffer is None or buffer.shape != call.ids_BS.shape:
-            buffer = call.ids_BS.clone()
-        buffer.copy_(call.ids_BS)
-        with torch.no_grad():
-            yield Call(buffer, call.mask, call.positions).run(model)
+    scope = epoch_moe.following(model, **hints) if hasattr(model, "_epoch_moe") else nullcontext()  # type: ignore[arg-type]
+    with scope:
+        for call in calls:
+            if buffer is None or buffer.shape != call.ids_BS.shape:
+                buffer = call.ids_BS.clone()
+            buffer.copy_(call.ids_BS)
+            with torch.no_grad():
+                yield Call(buffer, call.mask, call.positions).run(model)
 
 
 def report(model: nn.Module, reset: bool = False) -> PlanReport:

@@ -2,7 +2,7 @@
 
 `Tracker.observe` looks at token ids, attention mask, positions and cache of one forward, compares them with the forward
 before, and says where the current block lies and which of its rows are live. It knows nothing of models. Whatever it
-does not understand it calls dense, with a reason from `REASONS`.
+does not understand it calls dense, with a reason from `epoch_moe.follow.report.REASONS`.
 
 Shape suffixes: B sequences, S rows of a forward, Q query rows of a mask (S or 1), K keys, N rows of a block.
 """
@@ -10,57 +10,35 @@ Shape suffixes: B sequences, S rows of a forward, Q query rows of a mask (S or 1
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-REASONS: dict[str, str] = {
-    "gradients": "gradients are enabled: the model's own function, so that they are right",
-    "training": "the model is in training mode",
-    "inputs_embeds": "embeddings instead of token ids: nothing tells which rows are decoded",
-    "arguments": "an argument of the base model that is not known here, or inputs of unexpected shapes",
-    "mask_token_id": "no mask token id: neither in the model's config nor given to patch()",
-    "block_length": "where the block begins is not known yet: give patch() the block length",
-    "no_mask": "no position is undecoded: not a decoding step",
-    "cache": "a cache that is not a transformers Cache object",
-    "cache_write": "use_cache without a cache: the K/V of all rows are written for good",
-    "commit": "a cached forward without undecoded positions: its K/V are final",
-    "lead": "a cached forward that brings finished rows in front of the block",
-    "ragged": "the sequences of a fixed canvas are not in the same block",
-    "future": "positions behind the current block were decoded",
-}
-"""Why a forward of somebody else's loop ran dense."""
-
-Kind = Literal["request", "block", "iteration", "edit", "remask", "inputs", "dense"]
+Kind = Literal["request", "block", "iteration", "edit", "remask", "inputs", "repeat", "model", "dense"]
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What a user told `epoch_moe.patch` about loops of others.
+    """What a user told about a loop, or (to `epoch_moe.patch`) about all.
 
     Attributes:
         mask_token_id: id of undecoded positions; None: the model's config says.
-        block_length: positions of a block; None: seen from the masks and from how the window grows.
-        editing: the loop may replace decoded tokens. None: assumed until the loop shows that it does not. False: not
-            assumed until it is seen.
+        block_length: positions of a block; None: the model's config says, or it is seen from the masks and from how
+            the window grows.
+        editing: the loop may replace decoded tokens. None: assumed until the loop shows that it does not. False: it
+            does not, so another token is another request.
     """
 
     mask_token_id: int | None = None
     block_length: int | None = None
     editing: bool | None = None
 
-    def __post_init__(self) -> None:
-        def check(name: str, least: int) -> None:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}={value!r}: expected None or an integer, at least {least}")
-
-        check("mask_token_id", 0)
-        check("block_length", 1)
-        if self.editing not in (None, True, False):
-            raise ValueError(f"editing={self.editing!r}: expected True, False or None (found out)")
+    def or_else(self, other: Hints) -> Hints:
+        """These, and where nothing was said ``other``."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Hints(*(b if a is None else a for a, b in pairs))
 
 
 @dataclass(frozen=True)
@@ -74,6 +52,7 @@ class Seen:
         cache: the K/V cache object, or None.
         past: rows in it.
         additive: the model is known to read a 4-D mask as additive (or bool, True = attend).
+        changed: the model is not what it was at the forward before.
     """
 
     ids_BS: Tensor
@@ -82,6 +61,7 @@ class Seen:
     cache: Any = None
     past: int = 0
     additive: bool = False
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,8 +69,9 @@ class Decision:
     """What to do with a forward.
 
     Attributes:
-        kind: what it is. ``"inputs"``: the block goes on, but its attention mask or positions changed.
-        reason: for ``"dense"``, a key of `REASONS`.
+        kind: what it is. ``"inputs"``: the block goes on, but its attention mask or positions changed. ``"repeat"``:
+            the ids are those of the forward before. ``"model"``: the block goes on with another model.
+        reason: for ``"dense"``, a key of `epoch_moe.follow.report.REASONS`.
         cold: the block's plan begins anew with this forward.
         begin, end: the current block's rows. Those behind it are later blocks of a fixed canvas.
         constant: rows before it cannot change within the block.
@@ -164,7 +145,7 @@ class _Block:
 
 
 class Tracker:
-    """Follows the forwards of one loop in one thread.
+    """Follows the forwards of one scope.
 
     Args:
         mask_id: id of undecoded positions.
@@ -192,6 +173,11 @@ class Tracker:
         masked_BS = masked_BS & ~fixed_BS
         if not masked_BS.any():
             return self._without_masks(before, relation, seen, masked_BS, fixed_BS)
+        if relation == "copied":
+            assert before is not None and seen.cache is not None
+            cache = weakref.ref(seen.cache)
+            self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS, planned=False, cache=cache)
+            return Decision("dense", "cache_copy")
         if relation == "same":
             assert before is not None
             return self._same_shape(before, seen, masked_BS, fixed_BS)
@@ -203,11 +189,15 @@ class Tracker:
             return self._begin("block", before, seen, masked_BS, fixed_BS)
         return self._begin("request", None, seen, masked_BS, fixed_BS)
 
-    def _relation(self, before: _Block | None, seen: Seen) -> Literal["same", "grown", "request"]:
+    def _relation(self, before: _Block | None, seen: Seen) -> Literal["same", "grown", "copied", "request"]:
         """How a forward's rows relate to those of the one before."""
-        if before is None or before.ids_BS.shape[0] != seen.ids_BS.shape[0] or not before.same_cache(seen):
+        if before is None or before.ids_BS.shape[0] != seen.ids_BS.shape[0]:
             return "request"
         rows, last = seen.ids_BS.shape[1], before.ids_BS.shape[1]
+        if not before.same_cache(seen):
+            there = None not in (before.cache, seen.cache) and (seen.past, rows) == (before.past, last)
+            kept = there and not ((seen.ids_BS != before.ids_BS) & (before.ids_BS != self.mask_id)).any()
+            return "copied" if kept and not torch.equal(seen.ids_BS, before.ids_BS) else "request"
         if before.cache is not None:
             if seen.past != before.past:
                 return "grown" if seen.past > before.past else "request"
@@ -275,12 +265,28 @@ class Tracker:
             return Decision("dense", "future")
         if not (before.mask.equals(seen.mask) and before.positions.equals(seen.positions)):
             return self._begin("inputs", before, seen, masked_BS, fixed_BS)
-        changed_BS = (seen.ids_BS != before.ids_BS) & ~before.masked_BS
-        edited = bool(changed_BS.any())
-        if edited:
+        edited_BS = (seen.ids_BS != before.ids_BS) & ~before.masked_BS
+        kind: Kind = "model" if seen.changed else "edit" if edited_BS.any() else "iteration"
+        if torch.equal(seen.ids_BS, before.ids_BS):
+            kind = "repeat"
+        elif kind == "edit" and self._is_another_request(before, masked_BS, edited_BS):
+            kind = "request"
+        elif kind == "edit":
             self.editing = True
         self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS, fixed_BS=fixed_BS)
-        return self._decision("edit" if edited else "iteration", cold=False)
+        return self._decision(kind, cold=kind not in ("edit", "iteration"))
+
+    def _is_another_request(self, before: _Block, masked_BS: Tensor, edited_BS: Tensor) -> bool:
+        """Whether tokens that were replaced tell of another request with this prompt, rather than of a loop that edits.
+
+        A loop that edits decodes a position as well, while there is one, and replaces the lesser part of its tokens.
+        """
+        if self.editing is False:
+            self.editing = self.hints.editing
+            return True
+        most_B = 2 * edited_BS.sum(1) >= (~before.masked_BS & ~before.given_BS).sum(1)
+        stuck_B = masked_BS.any(1) & (masked_BS == before.masked_BS).all(1)
+        return bool((edited_BS.any(1) & (most_B | stuck_B)).any())
 
     def _begin(
         self, kind: Kind, before: _Block | None, seen: Seen, masked_BS: Tensor, fixed_BS: Tensor

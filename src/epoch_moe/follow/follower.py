@@ -1,0 +1,255 @@
+"""`Follower`: drives the plan of one foreign loop by what its forwards look like.
+
+`epoch_moe.generate` tells its plan when a block begins. A loop that knows nothing of plans (the released `generate`, a
+diffusers pipeline, a loop written by hand) cannot; here its forwards are followed by
+`epoch_moe.follow.transitions.Tracker`, and a plan is opened, continued or dropped accordingly. A forward under a
+context that somebody opened by hand is left alone.
+
+Shape suffixes: B sequences, S rows of a forward, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter, deque
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epoch_moe.config import EpochConfig
+from epoch_moe.follow.report import FollowedForward, PlanReport
+from epoch_moe.follow.transitions import Decision, Hints, Seen, Tracker
+from epoch_moe.follow.watch import Watch
+from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.patched import Patched
+
+_IGNORED = frozenset(
+    ["use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"]
+)
+_READ = frozenset(["input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache"])
+
+
+class ForwardFailed(Exception):
+    """Closes the plan of a forward that raised."""
+
+
+class Follower:
+    """One scope: what `epoch_moe.following` gives.
+
+    Args:
+        patched: the model's blocks and slot. Not what owns followers: models must go when nobody uses them, without
+            waiting for the garbage collector.
+        config: the plan's configuration; None: nothing is planned.
+        hints: what is known of the loop.
+    """
+
+    def __init__(self, patched: Patched, config: EpochConfig | None, hints: Hints):
+        self._patched, self.hints = patched, hints
+        self._context = BlockPlanContext(patched, config)
+        self._kinds: Counter[str] = Counter()
+        self._forwards: deque[FollowedForward] = deque(maxlen=256)
+        self._tracker: Tracker | None = None
+        self._watch: Watch | None = None
+        self._running: AbstractContextManager[None] | None = None  # of the forward under way, for the hook behind it
+        self._forward: Any = None  # what that put into the slot
+        self._depth = 0  # forwards of the same module inside it
+
+    def report(self) -> PlanReport:
+        """What was done in this scope so far."""
+        return PlanReport(self._context.counters.read(), dict(self._kinds), tuple(self._forwards))
+
+    def close(self) -> None:
+        """The scope is left: everything but the report goes."""
+        if self._running is not None:
+            self._end(failed=True)
+        self._drop()
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward of the base model."""
+        slot = self._patched.slot
+        active = slot.active
+        if self._running is not None:
+            if active is self._forward:
+                self._depth += 1
+                return
+            self._end(failed=True)  # a forward that was interrupted without its hook (KeyboardInterrupt)
+        if active is not None:
+            return  # somebody's own plan
+        if reason := self._untouched(module):
+            self._drop()
+            self._note(Decision("dense", reason))
+            return
+        seen, shape_BS, reason = _read(module, args, kwargs)
+        mask_id = self._mask_id(module)
+        if not reason and mask_id is None:
+            reason = "mask_token_id"
+        if reason:
+            self._drop()
+            decision = Decision("dense", reason)
+        else:
+            assert seen is not None and mask_id is not None
+            decision = self._track(module, mask_id).observe(replace(seen, changed=self._changed(module)))
+        self._note(decision)
+        context = self._open(decision, None if shape_BS is None else shape_BS.to(_device(module, shape_BS)))
+        if context is not None:
+            context.__enter__()
+            self._running, self._forward = context, slot.active
+            slot.bind(sys._getframe(2))
+
+    def after(self, output: Any) -> None:
+        """After a forward of the base model, also one that raised (with None for its output)."""
+        active = self._patched.slot.active
+        if self._running is None:
+            return
+        if active is self._forward and self._depth:
+            self._depth -= 1
+            return
+        self._end(failed=output is None or active is not self._forward)
+
+    def _untouched(self, module: nn.Module) -> str:
+        """Why a forward is left alone whatever it looks like, or ''."""
+        if self._context.config is None:
+            return "no_plan"
+        if self._patched.ep is not None:
+            return "ranks"
+        return "gradients" if torch.is_grad_enabled() else "training" if module.training else ""
+
+    def _note(self, decision: Decision) -> None:
+        self._kinds[decision.kind] += 1
+        self._forwards.append(FollowedForward(decision.kind, decision.reason))
+        if decision.reason:
+            self._context.counters.fallbacks[decision.reason] += 1
+
+    def _changed(self, module: nn.Module) -> bool:
+        """Whether the model is another one than at the last forward that was looked at."""
+        stacked = [t for e in self._patched.ensure_stacked() for t in (*e.projections, e.down_EHF)]
+        if self._patched.slot.listener is not None:
+            stacked = []  # experts outside of fast memory come and go, and cannot be written to
+        if self._watch is not None and not self._watch.changed(stacked):
+            return False
+        self._watch = Watch(module, stacked)
+        return True
+
+    def _open(self, decision: Decision, shape_BS: Tensor | None) -> AbstractContextManager[None] | None:
+        """The context of a forward, not entered yet; None where there is nothing to count its rows by."""
+        context = self._context
+        if decision.kind == "dense":
+            context.end_block()
+            return None if shape_BS is None else context.prefill(shape_BS)
+        assert shape_BS is not None and decision.live_BS is not None
+        assert self._tracker is not None and context.config is not None
+        if decision.cold:
+            pool = self._patched.routing_block
+            # Rows that share a pool of experts with the block change with it. And exact settings reuse nothing at all,
+            # so that they are exact whatever happens to the model between two forwards.
+            constant = decision.constant and (pool is None or decision.begin % pool == 0)
+            context.begin_block(
+                batch=shape_BS.shape[0],
+                window=shape_BS.shape[1],
+                prefix=decision.begin,
+                future=shape_BS.shape[1] - decision.end,
+                prefix_constant=constant and context.config.refresh_interval != 1,
+            )
+        live_BS = decision.live_BS.to(shape_BS.device)
+        return context.iteration(shape_BS, mask_id=self._tracker.mask_id, live_BN=live_BS)
+
+    def _drop(self) -> None:
+        """Forget the block: its supports and caches go."""
+        self._watch = None
+        self._context.end_block()
+        if self._tracker is not None:
+            self._tracker.drop()
+
+    def _end(self, *, failed: bool) -> None:
+        """Close the forward under way."""
+        running, self._running, self._forward, self._depth = self._running, None, None, 0
+        assert running is not None
+        if not failed:
+            running.__exit__(None, None, None)
+            return
+        with suppress(ForwardFailed):
+            running.__exit__(ForwardFailed, ForwardFailed(), None)
+        self._drop()
+
+    def _track(self, module: nn.Module, mask_id: int) -> Tracker:
+        if self._tracker is None or self._tracker.mask_id != mask_id:
+            length = getattr(getattr(module, "config", None), "block_length", None)
+            known = Hints(block_length=length if isinstance(length, int) and length > 0 else None)
+            self._tracker = Tracker(mask_id, self.hints.or_else(known))
+        return self._tracker
+
+    def _mask_id(self, module: nn.Module) -> int | None:
+        if self.hints.mask_token_id is not None:
+            return self.hints.mask_token_id
+        value = getattr(getattr(module, "config", None), "mask_token_id", None)
+        return value if isinstance(value, int) else None
+
+
+def _read(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Seen | None, Tensor | None, str]:
+    """What the tracker needs of a forward's arguments; its rows ``[B,S]``, ids where there are; or why it is dense."""
+    names = [name for name in inspect.signature(module.forward).parameters]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
+    ids_BS, embeds_BSH = given.get("input_ids"), given.get("inputs_embeds")
+    if ids_BS is None and isinstance(embeds_BSH, Tensor) and embeds_BSH.dim() == 3:
+        return None, embeds_BSH[..., 0], "inputs_embeds"
+    if not isinstance(ids_BS, Tensor) or ids_BS.dim() != 2 or len(args) > len(names):
+        return None, None, "arguments"
+    if not given.keys() <= _READ or embeds_BSH is not None:
+        return None, ids_BS, "arguments"
+    if ids_BS.is_floating_point() or not all(
+        isinstance(given.get(name), (Tensor, type(None))) for name in ("attention_mask", "position_ids")
+    ):
+        return None, ids_BS, "arguments"
+    cache = given.get("past_key_values", given.get("cache"))
+    past = 0
+    if cache is not None:
+        try:
+            weakref.ref(cache)
+            past = int(cache.get_seq_length())
+        except (AttributeError, TypeError):
+            return None, ids_BS, "cache"
+    elif _writes_cache(module, args, kwargs, names):
+        return None, ids_BS, "cache_write"
+    seen = Seen(
+        ids_BS.to("cpu", torch.int64, copy=True),
+        mask=given.get("attention_mask"),
+        positions=given.get("position_ids"),
+        cache=cache,
+        past=past,
+        additive=_reads_additive_masks(module),
+    )
+    return seen, ids_BS, ""
+
+
+def _writes_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> bool:
+    asked = {**dict(zip(names, args, strict=False)), **kwargs}.get("use_cache")
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), "use_cache", False)
+    return bool(asked)
+
+
+def _device(module: nn.Module, ids_BS: Tensor) -> torch.device:
+    """Where the layers' rows will be: accelerate takes ids on any device."""
+    embedding: Any = getattr(module, "get_input_embeddings", None)
+    weight = getattr(embedding(), "weight", None) if callable(embedding) else None
+    return weight.device if isinstance(weight, Tensor) and weight.device.type != "meta" else ids_BS.device
+
+
+def _reads_additive_masks(module: nn.Module) -> bool:
+    """Whether a 4-D attention mask forbids where it is -inf (or False).
+
+    True for this library's classes. The released LLaDA2 code passes such masks on to sdpa, but its eager attention
+    reads them as 0/1; the released LLaDA-MoE code ignores them.
+    """
+    if any(cls.__module__.startswith("epoch_moe.") for cls in type(module).__mro__):
+        return True
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == "sdpa" and hasattr(config, "first_k_dense_replace")

@@ -1,0 +1,262 @@
+"""`following`: the scope in which a foreign loop's forwards are taken for a decode, and `generate` as such a scope.
+
+No rule on ids tells a decode from scoring, from a reference pass with an adapter off, or from two requests that take
+turns. So a patched model outside of these scopes is just the model, and nothing of one forward is kept for the next.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from epoch_moe.checks import flag, module
+from epoch_moe.config import EpochConfig
+from epoch_moe.follow.follower import Follower
+from epoch_moe.follow.report import PlanReport
+from epoch_moe.follow.transitions import Hints
+from epoch_moe.patch_checks import check_hints
+from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.patched import Patched
+from epoch_moe.plan.slot import current_task
+
+_SCOPES: ContextVar[tuple[_Scope, ...]] = ContextVar("epoch_moe_scopes", default=())
+
+
+class _Scope:
+    """An open scope. Threads and tasks that inherit the variable above are not in it."""
+
+    def __init__(self, following: Following, follower: Follower):
+        self.following: Following | None = following  # None: left, maybe where the variable could not be set
+        self.follower, self.owner = follower, (threading.get_ident(), current_task())
+
+    def is_here(self, following: Following) -> bool:
+        """Whether it is this model's, in this thread and task."""
+        return self.following is following and self.owner == (threading.get_ident(), current_task())
+
+
+class Following:
+    """What a patched model knows of loops of others: its scopes, and the hooks on its base model that look for one.
+
+    Args:
+        patched: the model's blocks and slot. Not the object that owns this one: models must go when nobody uses them,
+            without waiting for the garbage collector.
+        config: the plan's configuration; None: nothing is planned.
+        hints: what the user said about all loops.
+    """
+
+    def __init__(self, patched: Patched, config: EpochConfig | None, hints: Hints):
+        self.patched, self.config, self.hints = patched, config, hints
+        self._open: list[_Scope] = []
+        self._lock = threading.Lock()
+        self._left: PlanReport | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"patched": self.patched, "config": self.config, "hints": self.hints}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def here(self) -> _Scope | None:
+        """The scope of this thread and task, if one is open."""
+        return next((scope for scope in _SCOPES.get() if scope.is_here(self)), None)
+
+    @contextmanager
+    def scope(self, hints: Hints) -> Iterator[Follower]:
+        """Open one; the caller has seen to it that none is open here."""
+        scope = _Scope(self, Follower(self.patched, self.config, hints.or_else(self.hints)))
+        with self.patched.slot.holding("a loop that is followed"):
+            self._open.append(scope)
+            _SCOPES.set((*(other for other in _SCOPES.get() if other.following is not None), scope))
+            try:
+                yield scope.follower
+            finally:
+                scope.following = None
+                _SCOPES.set(tuple(other for other in _SCOPES.get() if other.following is not None))
+                scope.follower.close()
+                with self._lock:
+                    self._open.remove(scope)
+                    report = scope.follower.report()
+                    self._left = report if self._left is None else self._left + report
+
+    def report(self, *, reset: bool = False) -> PlanReport:
+        """See `plan_report`."""
+        with self._lock:
+            sizes = self.patched.bytes_per_expert()
+            report = PlanReport(Counters(len(sizes), sizes).read(), {}) if self._left is None else self._left
+            if reset:
+                self._left = None
+            for scope in self._open:
+                report = report + scope.follower.report()
+        return report
+
+    def before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the base model."""
+        if not torch.compiler.is_compiling() and (scope := self.here()) is not None:
+            scope.follower.before(base, args, kwargs)
+
+    def after(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the base model, called also when the forward raised."""
+        if not torch.compiler.is_compiling() and (scope := self.here()) is not None:
+            scope.follower.after(output)
+
+
+class FollowedGenerate:
+    """A model's own ``generate``, every call of it a scope. Its hints are the call's ``block_length`` and mask id.
+
+    Does not keep the model alive, and goes with it into copies and pickles.
+
+    Args:
+        model: whose.
+        before: what stood in its place on the instance; None: the class's method.
+    """
+
+    def __init__(self, model: nn.Module, before: Any = None):
+        self._model, self._before = weakref.ref(model), before
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(self.__wrapped__, name):
+                setattr(self, name, getattr(self.__wrapped__, name))
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The model's own, bound."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this generate is gone: keep the patched model while you call it")
+        return MethodType(type(model).generate, model) if self._before is None else self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it in a scope, or in the one that is open here."""
+        own, model = self.__wrapped__, self._model()
+        state = None if model is None else model.__dict__.get("_epoch_moe")
+        if state is None or state.following.here() is not None:
+            return own(*args, **kwargs)
+        with state.following.scope(_hints(own, args, kwargs)):
+            return own(*args, **kwargs)
+
+    def take_off(self, model: nn.Module) -> None:
+        """Put back what stood on the instance before."""
+        if self._before is None:
+            object.__delattr__(model, "generate")
+        else:
+            object.__setattr__(model, "generate", self._before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedGenerate:
+        model = self._model()
+        return FollowedGenerate(memo.get(id(model), model), copy.deepcopy(self._before, memo))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self._model(), "before": self._before}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+@contextmanager
+def following(
+    model: nn.Module,
+    *,
+    block_length: int | None = None,
+    editing: bool | None = None,
+    mask_token_id: int | None = None,
+) -> Iterator[Follower]:
+    """Take the forwards of a loop that opens no plan itself for a decode, and plan them.
+
+    For loops that are functions or pipelines. Calls of the patched model's own ``generate`` need none: each is such a
+    scope by itself, or part of the one that it is called in. Within the scope a forward under `torch.no_grad` is
+    compared with the one before (docs/plans.md, "Loops of others"). What was learned ends with the scope. Forwards of
+    other threads and tasks are not in it.
+
+    Example::
+
+        epoch_moe.patch(model)
+        with epoch_moe.following(model, block_length=32) as follower:
+            out = pipeline(prompt)
+        print(follower.report())
+
+    Args:
+        model: patched, or a wrapper (peft, for one) around a patched model.
+        block_length: positions of a block. Needed for a fixed canvas (LLaDA-MoE); elsewhere None finds it out.
+        editing: whether the loop may replace tokens that are decoded. None: assumed until it shows that it does not.
+            False: never, so that another token is another request.
+        mask_token_id: id of undecoded positions. None: the model config's ``mask_token_id``.
+
+        What is None is as given to `epoch_moe.patch`.
+
+    Yields:
+        The `Follower`; its ``report()`` says what was done in this scope, `epoch_moe.plan_report` in all.
+
+    Raises:
+        ValueError: the model is not patched, or its experts are split over ranks, or a hint is none.
+        RuntimeError: a scope of this model is open in this thread (or task) already.
+    """
+    check_hints(model, mask_token_id, block_length, editing)
+    known = _following(model)
+    if (ep := known.patched.ep) is not None:
+        raise ValueError(
+            f"the experts of {type(model).__name__} are split over {ep.ranks.world} ranks, where loops of others are "
+            "not followed: use epoch_moe.generate"
+        )
+    if known.here() is not None:
+        raise RuntimeError(
+            f"this thread is inside a following() scope, or a generate(), of this {type(model).__name__} already, and "
+            "two loops in one scope would be mixed: leave it first"
+        )
+    with known.scope(Hints(mask_token_id, block_length, editing)) as follower:
+        yield follower
+
+
+def plan_report(model: nn.Module, *, reset: bool = False) -> PlanReport:
+    """What was done in all scopes of a patched model since `patch` or the last reset, whatever their threads.
+
+    Args:
+        model: patched, or a wrapper around a patched model.
+        reset: forget the scopes that have been left; an open one goes on counting.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    return _following(model).report(reset=flag("reset", reset))
+
+
+def follow_generate(model: nn.Module) -> FollowedGenerate | None:
+    """Make calls of a model's own ``generate`` scopes; None where it has none, or this library's: that plans itself."""
+    method = getattr(type(model), "generate", None)
+    before = model.__dict__.get("generate")
+    if before is None and (method is None or method.__module__.startswith("epoch_moe.")):
+        return None
+    followed = FollowedGenerate(model, before)
+    object.__setattr__(model, "generate", followed)
+    return followed
+
+
+def _following(model: nn.Module) -> Following:
+    states = (each.__dict__.get("_epoch_moe") for each in module("model", model).modules())
+    state = next((state for state in states if state is not None), None)
+    if state is None:
+        raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: call epoch_moe.patch(model) first")
+    found: Following = state.following
+    return found
+
+
+def _hints(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hints:
+    """What the arguments of a call say about the loop inside."""
+    try:
+        bound = inspect.signature(generate).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return Hints()  # the call itself will say what is wrong
+    bound.apply_defaults()
+    given = {**bound.arguments, **kwargs}
+    mask_id, length = given.get("mask_token_id", given.get("mask_id")), given.get("block_length")
+    told = [v if isinstance(v, int) and v > 0 and v is not True else None for v in (mask_id, length)]
+    return Hints(*told)
