@@ -85,7 +85,7 @@ def expert_groups(ids_RK: Tensor, num_experts: int, part: tuple[int, int] | None
     Returns:
         The groups, and how many of them are here.
     """
-    first, total = part or (0, num_experts)
+    first, total = part or (0, max(num_experts, 1))  # no expert, no pair: residency asks for that
     lowest, highest = (expert * GROUPS // total for expert in (first, first + num_experts - 1))
     return (ids_RK + first) * GROUPS // total - lowest, highest - lowest + 1
 
