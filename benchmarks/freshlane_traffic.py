@@ -47,8 +47,8 @@ from torch import Tensor
 
 import epoch_moe
 from epoch_moe import EpochConfig
-from epoch_moe.experts.grouped import run_experts
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import run_experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
@@ -218,8 +218,8 @@ def gate(
     scale = hidden**-0.5
     gate_up = torch.randn(num_experts, 2 * INNER, hidden, generator=generator).mul_(scale).to(dtype)
     down = torch.randn(num_experts, hidden, INNER, generator=generator).to(dtype)
-    everywhere, local = Stacked(gate_up, down), num_experts // world
-    own = Stacked(gate_up[rank * local : (rank + 1) * local], down[rank * local : (rank + 1) * local])
+    everywhere, local = ExpertViews.fused(gate_up, down), num_experts // world
+    own = ExpertViews.fused(gate_up[rank * local : (rank + 1) * local], down[rank * local : (rank + 1) * local])
 
     def experts(x_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         return run_experts(x_NH, ids_NK, weights_NK, own, "loop")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epoch_moe.experts.grouped import pick_backend, run_experts
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import pick_backend, run_experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.models.llada2 import LLaDA2MoeConfig
 from epoch_moe.routing import (
     NO_EXPERT,
@@ -30,13 +30,13 @@ LLADA2 = ("llada2", "llada2_1", "llada2_2_routing", "llada2_bf16")
 LLADA_MOE = ("llada_moe", "llada_moe_bf16", "llada_moe_shared_bias")
 
 
-def stacked_of(golden: Golden, layer: int) -> Stacked:
+def stacked_of(golden: Golden, layer: int) -> ExpertViews:
     experts = range(golden.config["num_experts"])
     weight = {
         name: torch.stack([golden.weights[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] for e in experts])
         for name in ("gate", "up", "down")
     }
-    return Stacked(torch.cat([weight["gate"], weight["up"]], dim=1), weight["down"])
+    return ExpertViews.fused(torch.cat([weight["gate"], weight["up"]], dim=1), weight["down"])
 
 
 def brute_force(scores: list[float], spec: RouterSpec, usable: list[bool]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from aot.compiler import AotCase, pointer
 
+from epoch_moe.experts.worklist import max_tiles
 from epoch_moe.kernels.worklist import (
     PART,
     SCAN_BLOCKS,
@@ -15,14 +16,13 @@ from epoch_moe.kernels.worklist import (
     _scan_kernel,
     _shape,
 )
-from epoch_moe.kernels.worklist_reference import max_tiles
 
 
 def aot_cases() -> list[AotCase]:
     """One block of pairs, and many."""
     ids, count = {"ids_ptr": pointer(torch.int64)}, {"count_ptr": pointer(torch.int32)}
     blocks_BE, counts_E = {"blocks_ptr": pointer(torch.int32)}, {"counts_ptr": pointer(torch.int64)}
-    outputs = ("pair_ptr", "rank_ptr", "offsets_ptr", "tile_expert_ptr", "tile_row_ptr", "num_tiles_ptr")
+    outputs = ("pair_ptr", "rank_ptr", "begins_ptr", "tile_expert_ptr", "tile_row_ptr", "num_tiles_ptr")
     cases = []
     for num_rows, top_k, num_experts, block_m in ((32, 8, 256, 16), (16384, 8, 256, 128), (16384, 8, 64, 128)):
         num_pairs = num_rows * top_k

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 from parts.kernel_layers import LayerShape, Rows, Weights, make_rows, make_weights
 from torch import Tensor
 
+from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.atlas import compile_support_device
 from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.compaction import compact
@@ -23,7 +25,7 @@ from epoch_moe.kernels.route import route
 from epoch_moe.kernels.route_reference import route_reference, select_lowest
 from epoch_moe.kernels.tuning import grouped_mlp_config_for
 from epoch_moe.kernels.worklist import device_worklist
-from epoch_moe.kernels.worklist_reference import DeviceWorklist, worklist_reference
+from epoch_moe.kernels.worklist_reference import worklist_reference
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import NO_EXPERT, Scores, router_scores
 
@@ -77,9 +79,9 @@ def scores_64(logits_RE: Tensor, spec: Any) -> Scores:
     return Scores(logits_RE, scores_RE, scores_RE)
 
 
-def experts_64(x_TH: Tensor, rows_R: Tensor, worklist: DeviceWorklist, weights: Weights, top_k: int) -> Tensor:
+def experts_64(x_TH: Tensor, rows_R: Tensor, worklist: Worklist, weights: Weights, top_k: int) -> Tensor:
     """Outputs of all pairs in sorted order, nothing rounded: fp64 ``[pairs,H]``."""
-    ends = worklist.offsets_E.tolist()
+    ends = worklist.begins_E1.tolist()
     out_PH = torch.zeros(ends[-1], x_TH.shape[1], dtype=torch.float64, device=x_TH.device)
     for expert, (first, end) in enumerate(pairwise(ends)):
         if first < end:
@@ -123,8 +125,8 @@ class Checks:
         )
         worklist = device_worklist(ids_RK, shape.experts, config.block_m, rows.count)
         expected = worklist_reference(ids_RK, shape.experts, config.block_m, rows.count)
-        for name in ("pair_P", "rank_RK", "counts_E", "offsets_E", "tile_expert_N", "tile_row_N", "num_tiles"):
-            error = different(getattr(worklist, name), getattr(expected, name))
+        for name in ("pair_P", "rank_RK", "counts_E", "begins_E1", "tiles.expert_N", "tiles.row_N", "tiles.count"):
+            error = different(*map(attrgetter(name), (worklist, expected)))
             yield self.check("worklist", f"{name} is the reference's", error, 0.0)
 
         pairs, inner = worklist.pair_P.numel(), shape.inner

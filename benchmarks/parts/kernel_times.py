@@ -15,17 +15,16 @@ import torch
 from parts.kernel_layers import LayerShape, Rows, Weights, floors, make_rows
 from torch import Tensor
 
-from epoch_moe.experts.grouped import run_experts, supports_grouped_mm
+from epoch_moe.experts.run import run_experts, supports_grouped_mm
 from epoch_moe.experts.views import expert_views
-from epoch_moe.freshlane.worklist import build_worklist
-from epoch_moe.freshlane.worklist import combine as torch_combine
+from epoch_moe.experts.worklist import Worklist, build_worklist
+from epoch_moe.experts.worklist import combine as torch_combine
 from epoch_moe.kernels.combine_restore import combine, combine_restore
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.route import route
 from epoch_moe.kernels.tuning import GroupedMlpConfig, grouped_mlp_config_for
 from epoch_moe.kernels.worklist import device_worklist
-from epoch_moe.kernels.worklist_reference import DeviceWorklist
 from epoch_moe.routing import combine_weights, router_scores, select
 
 Timer = Callable[[Callable[[], object]], float]
@@ -62,7 +61,7 @@ class Turn:
     rows: Rows
     ids_RK: Tensor
     weights_RK: Tensor
-    worklist: DeviceWorklist
+    worklist: Worklist
     pairs_PH: Tensor
     lists: RowLists
 
@@ -87,7 +86,7 @@ class Timed:
             worklist = device_worklist(ids_RK, shape.experts, self.config.block_m)
             self.turns.append(Turn(made, ids_RK, weights_RK, worklist, self.mlp(made, worklist), RowLists.of(made)))
 
-    def mlp(self, rows: Rows, worklist: DeviceWorklist) -> Tensor:
+    def mlp(self, rows: Rows, worklist: Worklist) -> Tensor:
         """Both grouped products."""
         weights = self.weights
         return grouped_mlp(

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.bypassed import check_linear, check_router
-from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.layouts import FUSED, LayoutName
-from epoch_moe.experts.weights import ExpertWeights, Stacked
+from epoch_moe.experts.run import Backend, pick_backend, run_experts, worklist_for
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.worklist import count_pairs
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.freshlane.expert_parallel import ExpertParallel, SharedSupport
 from epoch_moe.freshlane.local import DenseShard, pick
-from epoch_moe.freshlane.worklist import count_pairs
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import ListedRows, PaddedRows
 from epoch_moe.plan.slot import DenseForward, PlanSlot
@@ -395,13 +396,13 @@ class _Visit:
 
     def __init__(self, block: EpochMoEBlock, x_BSH: Tensor, *, differentiable: bool = False):
         self.block, self.x_BSH, self.differentiable = block, x_BSH, differentiable
-        self._stacked: Stacked | None = None
+        self._stacked: ExpertViews | None = None
         self._shared_BSH: Tensor | None = None
         if not torch.compiler.is_compiling():  # a traced forward sees the modules that there were
             block.spec.check_gate(block)
 
     @property
-    def stacked(self) -> Stacked:
+    def stacked(self) -> ExpertViews:
         """The experts' weights, checked when they are first asked for."""
         if self._stacked is None:
             weights = self.block.weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from epoch_moe.checks import ArgumentError, choice, flag, real, whole
-from epoch_moe.experts.grouped import BACKENDS, Backend
+from epoch_moe.experts.run import BACKENDS, Backend
 
 OnMiss = Literal["reselect", "drop", "expand"]
 SupportScope = Literal["sequence", "batch"]
@@ -38,7 +38,7 @@ class EpochConfig:
             only the cold pass.
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
             go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
-        backend: how routed experts are computed, see `epoch_moe.experts.grouped`.
+        backend: how routed experts are computed, see `epoch_moe.experts.run`.
     """
 
     coverage: float | None = 0.95

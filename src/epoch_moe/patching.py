@@ -19,9 +19,10 @@ from epoch_moe import checks
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.bypassed import replaced_forward
-from epoch_moe.experts.grouped import Backend, pick_backend, pick_segments
+from epoch_moe.experts.run import Backend, pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
-from epoch_moe.experts.weights import ExpertWeights, Stacked
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.families import SHAPES, describe_block
 from epoch_moe.follow.scope import FollowedGenerate, Following, follow_generate
 from epoch_moe.follow.transitions import Hints
@@ -72,7 +73,7 @@ class PatchState:
         """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
         return next((block.spec.router.block_size for block in self.blocks.values()), None)
 
-    def ensure_stacked(self) -> list[Stacked]:
+    def ensure_stacked(self) -> list[ExpertViews]:
         """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
         return [block.weights.ensure() for block in self.blocks.values()]
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from helpers import assert_golden, load_golden, relative_error, relative_rms
 from torch import Tensor
 
-from epoch_moe.experts.grouped import Backend, pick_backend, run_experts, supports_grouped_mm
-from epoch_moe.experts.weights import Stacked
-from epoch_moe.freshlane.worklist import build_worklist, combine
+from epoch_moe.experts.run import Backend, pick_backend, run_experts, supports_grouped_mm
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import build_worklist, combine
 from epoch_moe.routing import NO_EXPERT
 
 BACKENDS: tuple[Backend, ...] = ("reference", "loop", "grouped")
@@ -28,8 +28,8 @@ SHAPES = {  # rows, experts, top-k, hidden, inner
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def make_stacked(num_experts: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> Stacked:
-    return Stacked(
+def make_stacked(num_experts: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> ExpertViews:
+    return ExpertViews.fused(
         (torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5).to(dtype),
         (torch.randn(num_experts, hidden, inner) / inner**0.5).to(dtype),
     )
@@ -39,7 +39,7 @@ def random_ids(num_rows: int, num_experts: int, top_k: int) -> Tensor:
     return torch.rand(num_rows, num_experts).argsort(-1)[:, :top_k]
 
 
-def oracle(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -> Tensor:
+def oracle(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: ExpertViews) -> Tensor:
     """Weighted sum of experts in fp64, without anything from the library."""
     out_RH = torch.zeros(x_RH.shape, dtype=torch.float64)
     inner = stacked.down_EHF.shape[2]
@@ -54,7 +54,7 @@ def oracle(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -
     return out_RH
 
 
-def assert_all_backends(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -> None:
+def assert_all_backends(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: ExpertViews) -> None:
     expected_RH = oracle(x_RH, ids_RK, weights_RK, stacked)
     for backend in BACKENDS:
         if backend == "grouped" and not supports_grouped_mm(stacked)[0]:
@@ -145,7 +145,7 @@ def test_golden_blocks(name: str, backend: Backend) -> None:
             )
             for kind in ("gate", "up", "down")
         }
-        stacked = Stacked(torch.cat((parts["gate"], parts["up"]), dim=1), parts["down"])
+        stacked = ExpertViews.fused(torch.cat((parts["gate"], parts["up"]), dim=1), parts["down"])
         x_TH = golden.forward[f"layer{layer}.moe_in"].flatten(0, 1)
         routed_TH = run_experts(
             x_TH,
@@ -194,11 +194,10 @@ def test_worklist_is_the_sorted_pairs(rows: int, experts: int, top_k: int) -> No
     assert worklist.row_P.tolist() == [row for _, row, _ in pairs]
     counts = [sum(e == expert for e, _, _ in pairs) for expert in range(experts)]
     assert worklist.counts_E.tolist() == counts
-    assert worklist.offsets_E.tolist() == [sum(counts[: e + 1]) for e in range(experts)]
-    assert worklist.offsets_E.dtype == torch.int32
+    assert worklist.ends_E.tolist() == [sum(counts[: e + 1]) for e in range(experts)]
+    assert worklist.ends_E.dtype == torch.int32
     for place, (expert, row, slot) in enumerate(pairs):
-        assert worklist.rank_RK[row, slot] == place
-        assert bool(worklist.valid_RK[row, slot]) == (expert != experts)
+        assert worklist.rank_RK[row, slot] == (place if expert != experts else -1)
 
 
 def test_combine_ignores_what_lies_behind_the_segments() -> None:

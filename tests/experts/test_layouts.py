@@ -11,8 +11,8 @@ import torch
 from helpers import assert_as_accurate
 from torch import Tensor, nn
 
-from epoch_moe.experts.grouped import run_experts
 from epoch_moe.experts.layouts import LayoutName
+from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.weights import ExpertWeights
 
 E, H, INNER = 5, 16, 12

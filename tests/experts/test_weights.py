@@ -1,4 +1,4 @@
-"""Stacked storage: views, not copies; stacked again when the alias breaks; gradients per expert."""
+"""ExpertViews storage: views, not copies; stacked again when the alias breaks; gradients per expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers import assert_as_accurate
 from torch import Tensor, nn
 
-from epoch_moe.experts.grouped import run_experts
+from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.weights import PROJECTIONS, ExpertWeights
 
 E, H, INNER = 5, 16, 12

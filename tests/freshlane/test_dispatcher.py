@@ -13,19 +13,19 @@ from distributed import collect, run_ranks, start_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epoch_moe.experts.grouped import Backend, run_experts
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import Backend, run_experts
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import build_worklist
 from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.freshlane.dispatcher import Dispatched, FreshLaneDispatcher
-from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.routing import NO_EXPERT
 
 HIDDEN, INNER = 8, 6
 
 
-def experts(num_experts: int) -> Stacked:
+def experts(num_experts: int) -> ExpertViews:
     generator = torch.Generator().manual_seed(7)
-    return Stacked(
+    return ExpertViews.fused(
         torch.randn(num_experts, 2 * INNER, HIDDEN, generator=generator),
         torch.randn(num_experts, HIDDEN, INNER, generator=generator),
     )
@@ -48,10 +48,10 @@ def case(seed: int, rank: int, num_experts: int, top_k: int, style: str) -> tupl
 
 
 def on_own_experts(
-    dispatched: Dispatched, dispatcher: FreshLaneDispatcher, stacked: Stacked, backend: Backend = "loop"
+    dispatched: Dispatched, dispatcher: FreshLaneDispatcher, stacked: ExpertViews, backend: Backend = "loop"
 ) -> Tensor:
     own = slice(dispatcher.first_expert, dispatcher.first_expert + dispatcher.local_experts)
-    local = Stacked(stacked.gate_up_E2FH[own], stacked.down_EHF[own])
+    local = ExpertViews.fused(stacked.gate_up_E2FH[own], stacked.down_EHF[own])
     ids_NK, part = dispatched.ids_NK, (dispatcher.first_expert, dispatcher.num_experts)
     worklist = build_worklist(ids_NK, dispatcher.local_experts, part)
     return run_experts(
@@ -59,7 +59,7 @@ def on_own_experts(
     )
 
 
-def expected(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: Stacked) -> Tensor:
+def expected(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, stacked: ExpertViews) -> Tensor:
     inside_RK = torch.where(ids_RK >= stacked.down_EHF.shape[0], NO_EXPERT, ids_RK)
     return run_experts(x_RH, inside_RK, weights_RK, stacked, "reference")
 
@@ -133,7 +133,7 @@ def bits_of_one_process(rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for num_experts, top_k in ((16, 6), (12, 5), (8, 8)):
             whole = experts(num_experts)
-            stacked = Stacked(whole.gate_up_E2FH.to(dtype), whole.down_EHF.to(dtype))
+            stacked = ExpertViews.fused(whole.gate_up_E2FH.to(dtype), whole.down_EHF.to(dtype))
             for layout in ("sharded", "replicated"):
                 x_RH, ids_RK, weights_RK = case(2, rank if layout == "sharded" else 5, num_experts, top_k, "random")
                 x_RH = x_RH.to(dtype)

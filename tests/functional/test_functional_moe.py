@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import relative_error, relative_rms
 from torch import Tensor, nn
 
-from epoch_moe.experts.grouped import Backend
+from epoch_moe.experts.run import Backend
 from epoch_moe.experts.views import ExpertViews, GateUp, expert_views
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.functional import NO_EXPERT, RouterSpec, moe_forward, route

@@ -8,9 +8,9 @@ import torch
 from aot.combine_restore import aot_cases
 from aot.compiler import compile_elsewhere
 
+from epoch_moe.experts.worklist import build_worklist
+from epoch_moe.experts.worklist import combine as torch_combine
 from epoch_moe.freshlane.local import restore as torch_restore
-from epoch_moe.freshlane.worklist import build_worklist
-from epoch_moe.freshlane.worklist import combine as torch_combine
 from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.combine_restore_reference import (
     combine_reference,
@@ -39,11 +39,11 @@ class Case:
         ids_RK[torch.rand(capacity, top_k, generator=generator) < 0.2] = -1
         ids_RK[fresh:] = -1
         self.worklist = build_worklist(ids_RK, experts)
-        self.rank_RK = torch.where(self.worklist.valid_RK, self.worklist.rank_RK, -1).int()
+        self.rank_RK = self.worklist.rank_RK.int()
         self.weights_RK = torch.rand(capacity, top_k, generator=generator)
-        self.weights_RK[~self.worklist.valid_RK] = NAN
+        self.weights_RK[self.rank_RK < 0] = NAN
         self.pairs_PH = torch.randn(capacity * top_k, hidden, generator=generator).to(dtype)
-        self.pairs_PH[int(self.worklist.valid_RK.sum()) :] = NAN
+        self.pairs_PH[int((self.rank_RK >= 0).sum()) :] = NAN
 
         self.source_T = torch.full((rows,), -1)
         packed = torch.randperm(fresh, generator=generator)

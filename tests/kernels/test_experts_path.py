@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from epoch_moe.experts.grouped import run_experts, worklist_for
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import run_experts, worklist_for
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_config_for
@@ -79,7 +79,7 @@ def test_a_view_of_wider_rows_gets_the_tiles_of_contiguous_ones() -> None:
     torch.manual_seed(0)
     wide_RH = torch.randn(100, 17)
     x_RH, ids_RK, weights_RK = wide_RH[:, :16], torch.arange(100).unsqueeze(1) % 2, torch.rand(100, 1)
-    stacked = Stacked(torch.randn(2, 32, 16) / 4, torch.randn(2, 16, 16) / 4)
+    stacked = ExpertViews.fused(torch.randn(2, 32, 16) / 4, torch.randn(2, 16, 16) / 4)
     lists = worklist_for("triton", x_RH, ids_RK, stacked)
     found_RH = run_experts(x_RH, ids_RK, weights_RK, stacked, "triton", lists)
     torch.testing.assert_close(found_RH, run_experts(x_RH, ids_RK, weights_RK, stacked, "reference"))

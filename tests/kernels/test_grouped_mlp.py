@@ -10,13 +10,14 @@ import torch
 from aot.compiler import SHARED_LIMIT, compile_elsewhere
 from torch import Tensor
 
-from epoch_moe.experts.grouped import run_experts
+from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels import tuning
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_config
-from epoch_moe.kernels.worklist_reference import DeviceWorklist, worklist_reference
+from epoch_moe.kernels.worklist_reference import worklist_reference
 
 NAN = float("nan")
 PLAIN = GroupedMlpConfig(16, GemmConfig(32, 32, 4, 2, False, 1), GemmConfig(32, 32, 4, 2, False, 1))
@@ -37,14 +38,14 @@ class Layer:
         self,
         x_TH: Tensor,
         rows_R: Tensor | None,
-        lists: DeviceWorklist,
+        lists: Worklist,
         top_k: int,
         config: GroupedMlpConfig,
         **buffers: Tensor,
     ) -> Tensor:
         return grouped_mlp(x_TH, rows_R, lists, self.gate_EFH, self.up_EFH, self.down_EHF, top_k, config, **buffers)
 
-    def reference(self, x_TH: Tensor, rows_R: Tensor | None, lists: DeviceWorklist, top_k: int) -> Tensor:
+    def reference(self, x_TH: Tensor, rows_R: Tensor | None, lists: Worklist, top_k: int) -> Tensor:
         return grouped_mlp_reference(x_TH, rows_R, lists, self.gate_EFH, self.up_EFH, self.down_EHF, top_k)
 
 
@@ -192,7 +193,7 @@ def test_refusals() -> None:
 def test_op() -> None:
     layer, x_TH = Layer(3, 24, 20, torch.float32), torch.randn(10, 24)
     lists = worklist_reference(random_ids(10, 2, 3), 3, 16)
-    schedule = (lists.pair_P, lists.offsets_E, lists.tile_expert_N, lists.tile_row_N)
+    schedule = (lists.pair_P, lists.begins_E1, lists.tiles.expert_N, lists.tiles.row_N)
     # Not views of one tensor: the check compares arguments before and after, storage by storage.
     weights = (layer.gate_EFH.clone(), layer.up_EFH.clone(), layer.down_EHF)
     for rows_R in (None, torch.arange(10)):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.freshlane.device import DeviceSelection, planned_lane
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.plan.packed import pad_rows
@@ -19,7 +19,7 @@ BATCH, SEQ, HIDDEN, INNER = 2, 5, 16, 8
 
 
 def layer(
-    x_TH: Tensor, ids_BS: Tensor, stamps_BS: Tensor, gate_EH: Tensor, stacked: Stacked, support_BE: Tensor,
+    x_TH: Tensor, ids_BS: Tensor, stamps_BS: Tensor, gate_EH: Tensor, stacked: ExpertViews, support_BE: Tensor,
     short_B: Tensor, cache_MH: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Row decision, routing with the supports' watch, worklist, experts, combine and restore."""
@@ -38,11 +38,11 @@ def layer(
     return out_TH, counts_E, rows.count
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Stacked, Tensor, Tensor, Tensor]:
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, ExpertViews, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     ids_BS = torch.tensor([[9, 1, 2, 9, 3], [4, 9, 9, 5, 6]])
     stamps_BS = torch.tensor([[-1, 1, 2, -1, -1], [4, -1, -1, 5, 7]])
-    stacked = Stacked(torch.randn(8, 2 * INNER, HIDDEN) / 4, torch.randn(8, HIDDEN, INNER) / 4)
+    stacked = ExpertViews.fused(torch.randn(8, 2 * INNER, HIDDEN) / 4, torch.randn(8, HIDDEN, INNER) / 4)
     support_BE = torch.tensor([[True] * 4 + [False] * 4, [True] * 8])
     cache_MH = torch.randn(BATCH * SEQ, HIDDEN).masked_fill_((stamps_BS == -1).view(-1, 1), float("nan"))
     x_TH, gate_EH = torch.randn(BATCH * SEQ, HIDDEN), torch.randn(8, HIDDEN)

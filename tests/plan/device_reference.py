@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.combine_restore_reference import combine_reference, combine_restore_reference
 from epoch_moe.kernels.compaction_reference import compact_reference
 from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
 from epoch_moe.kernels.route_reference import route_reference
-from epoch_moe.kernels.worklist_reference import DeviceWorklist, worklist_reference
+from epoch_moe.kernels.worklist_reference import worklist_reference
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import RouterSpec
 
@@ -23,21 +24,21 @@ def _pairs(
     x_TH: Tensor,
     rows_R: Tensor | None,
     pair_P: Tensor,
-    offsets_E: Tensor,
+    begins_E1: Tensor,
     gate_EFH: Tensor,
     up_EFH: Tensor,
     down_EHF: Tensor,
     top_k: int,
 ) -> Tensor:
-    lists = DeviceWorklist(pair_P, pair_P, pair_P, offsets_E, pair_P, pair_P, pair_P, 1)
+    lists = Worklist(pair_P, pair_P, pair_P, begins_E1)
     return grouped_mlp_reference(x_TH, rows_R, lists, gate_EFH, up_EFH, down_EHF, top_k)
 
 
 def _grouped_mlp(
-    x_TH: Tensor, rows_R: Tensor | None, worklist: DeviceWorklist, gate: Tensor, up: Tensor, down: Tensor, top_k: int,
+    x_TH: Tensor, rows_R: Tensor | None, worklist: Worklist, gate: Tensor, up: Tensor, down: Tensor, top_k: int,
     config: object,
 ) -> Tensor:  # fmt: skip
-    pairs_PH: Tensor = _pairs(x_TH, rows_R, worklist.pair_P, worklist.offsets_E, gate, up, down, top_k)
+    pairs_PH: Tensor = _pairs(x_TH, rows_R, worklist.pair_P, worklist.begins_E1, gate, up, down, top_k)
     return pairs_PH
 
 

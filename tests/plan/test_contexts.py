@@ -14,8 +14,8 @@ from torch import Tensor
 
 import epoch_moe.block
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.grouped import run_experts
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import run_experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 from epoch_moe.routing import NO_EXPERT
@@ -200,7 +200,7 @@ def test_two_models_and_two_blocks_interleave(model: LLaDA2MoeModelLM) -> None:
 
 def test_layers_on_several_devices_get_no_plan(model: LLaDA2MoeModelLM, monkeypatch: pytest.MonkeyPatch) -> None:
     here = model._epoch_moe.ensure_stacked()
-    there = [*here[:-1], Stacked(here[-1].gate_up_E2FH.to("meta"), here[-1].down_EHF.to("meta"))]
+    there = [*here[:-1], ExpertViews.fused(here[-1].gate_up_E2FH.to("meta"), here[-1].down_EHF.to("meta"))]
     monkeypatch.setattr(type(model._epoch_moe), "ensure_stacked", lambda _: there)
     context = open_context(model, EpochConfig())
     with pytest.raises(ValueError, match=r"the MoE layers lie on cpu, meta: .*plan=None"):

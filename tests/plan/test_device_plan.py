@@ -13,7 +13,7 @@ from helpers import relative_error
 import epoch_moe
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding.parts import loop_of
-from epoch_moe.experts.grouped import pick_backend
+from epoch_moe.experts.run import pick_backend
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
 from epoch_moe.plan.packed import PaddedRows

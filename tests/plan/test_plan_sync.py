@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.grouped import pick_backend, run_experts
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.run import pick_backend, run_experts
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import build_worklist
 from epoch_moe.freshlane.local import pick, restore
-from epoch_moe.freshlane.worklist import build_worklist
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.rules import RowPlaces
@@ -63,7 +63,7 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
     state.count(counters, 0)
     worklist = build_worklist(routing.ids_TK, EXPERTS)
     counters.add_layer(0, FRESH, worklist.counts_E)
-    stacked = Stacked(values(EXPERTS, 2 * INNER, HIDDEN), values(EXPERTS, HIDDEN, INNER))
+    stacked = ExpertViews.fused(values(EXPERTS, 2 * INNER, HIDDEN), values(EXPERTS, HIDDEN, INNER))
     y_RH = run_experts(x_RH, routing.ids_TK, routing.weights_TK, stacked, pick_backend("grouped", stacked), worklist)
     return restore(y_RH, rows, values(BATCH * SEQ, HIDDEN))
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.experts.grouped import run_experts
-from epoch_moe.experts.weights import ExpertWeights, Stacked
+from epoch_moe.experts.run import run_experts
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency import loader
 from epoch_moe.residency.attach import attach, detach
 from epoch_moe.residency.config import ResidencyConfig
@@ -23,7 +24,7 @@ E, F, H = 12, 32, 64
 
 
 class Experts(nn.Module):
-    """Stacked parameters, as dFactory holds them."""
+    """ExpertViews parameters, as dFactory holds them."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -38,7 +39,7 @@ class Layer:
         self.module = Experts(dtype)
         self.weights: Any = ExpertWeights(self.module, "stacked")
         stacked = self.weights.ensure()
-        self.all = Stacked(stacked.gate_up_E2FH.detach().clone(), stacked.down_EHF.detach().clone())
+        self.all = ExpertViews.fused(stacked.gate_up_E2FH.detach().clone(), stacked.down_EHF.detach().clone())
 
 
 def resident(tmp_path: Path, dtype: torch.dtype = torch.float32, layers: int = 1, **config: Any) -> list[Layer]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from epoch_moe.experts.views import Experts
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import Worklist
 
 if TYPE_CHECKING:
     from epoch_moe.kernels.tuning import GroupedMlpConfig
-    from epoch_moe.kernels.worklist_reference import DeviceWorklist
 
 
-def device_worklist(x_TH: Tensor, ids_RK: Tensor, stacked: Experts, count: Tensor | None = None) -> DeviceWorklist:
+def device_worklist(x_TH: Tensor, ids_RK: Tensor, stacked: ExpertViews, count: Tensor | None = None) -> Worklist:
     """The worklist of packed rows, in the tiles that `pair_outputs` takes.
 
     Args:
@@ -34,7 +34,7 @@ def device_worklist(x_TH: Tensor, ids_RK: Tensor, stacked: Experts, count: Tenso
 
 
 def pair_outputs(
-    x_TH: Tensor, rows_R: Tensor | None, worklist: DeviceWorklist, stacked: Experts, top_k: int
+    x_TH: Tensor, rows_R: Tensor | None, worklist: Worklist, stacked: ExpertViews, top_k: int
 ) -> Tensor:
     """Each pair's output, in the worklist's order: ``[P,H]``; what lies behind the last segment is never written.
 
@@ -50,8 +50,8 @@ def pair_outputs(
     return grouped_mlp(x_TH, rows_R, worklist, gate_EFH, up_EFH, stacked.down_EHF, top_k, config)
 
 
-def run_device(x_RH: Tensor, weights_RK: Tensor, stacked: Experts, worklist: DeviceWorklist) -> Tensor:
-    """`epoch_moe.experts.grouped.run_experts` by the kernels: ``[R,H]``."""
+def run_device(x_RH: Tensor, weights_RK: Tensor, stacked: ExpertViews, worklist: Worklist) -> Tensor:
+    """`epoch_moe.experts.run.run_experts` by the kernels: ``[R,H]``."""
     from epoch_moe.kernels.combine_restore import combine
 
     x_RH = x_RH.contiguous()
@@ -60,7 +60,7 @@ def run_device(x_RH: Tensor, weights_RK: Tensor, stacked: Experts, worklist: Dev
     return out_RH
 
 
-def _config(x_TH: Tensor, pairs: int, stacked: Experts) -> GroupedMlpConfig:
+def _config(x_TH: Tensor, pairs: int, stacked: ExpertViews) -> GroupedMlpConfig:
     """Of the products: what the host knows of rows per expert is the most pairs that there can be."""
     from epoch_moe.kernels.tuning import grouped_mlp_config_for
 

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epoch_moe.experts.views import Experts
-from epoch_moe.freshlane.worklist import tree_sum
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import tree_sum
 from epoch_moe.routing import NO_EXPERT
 
 
 def experts_reference(
-    x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: Experts, groups: tuple[Tensor, int]
+    x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: ExpertViews, groups: tuple[Tensor, int]
 ) -> Tensor:
     """Weighted sum of the chosen experts, row by row: ``[R,H]``, fp32.
 
     Each expert is ``down(silu(gate(x)) * up(x))`` in the model's dtype; the K outputs are weighted and summed in
-    fp32, as LLaDA2's ``moe_infer`` does, in the order of `freshlane.worklist.combine`.
+    fp32, as LLaDA2's ``moe_infer`` does, in the order of `experts.worklist.combine`.
     """
     inner = experts.down_EHF.shape[-1]
     group_RK, count = groups

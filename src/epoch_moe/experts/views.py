@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,35 +24,35 @@ GateUp = Tensor | PerExpert | tuple[Tensor | PerExpert, Tensor | PerExpert]
 """Fused ``[E,2F,H]`` (gate above up) or E views ``[2F,H]``; or a pair (gate, up) of ``[E,F,H]`` or of E views."""
 
 
-class Experts(Protocol):
-    """What the ways to compute routed experts read."""
-
-    @property
-    def projections(self) -> tuple[Tensor, ...]:
-        """``(gate_up_E2FH,)``, or ``(gate_EFH, up_EFH)``."""
-        ...
-
-    @property
-    def down_EHF(self) -> Tensor:
-        """``[E,H,F]``."""
-        ...
-
-
 @dataclass(frozen=True)
 class ExpertViews:
-    """Routed expert weights as stacked views of the caller's memory.
+    """Routed expert weights of one layer, stacked: what every way to compute them reads.
 
     Attributes:
-        kind: ``"fused"``: one projection ``gate_up_E2FH``, the gate above up; ``"separate"``: ``gate_EFH, up_EFH``.
-        projections: these views.
-        down_EHF: ``[E,H,F]``, a view too.
+        projections: fused ``(gate_up_E2FH,)``, the gate above up; or separate ``(gate_EFH, up_EFH)``.
+        down_EHF: ``[E,H,F]``.
 
-    The caller keeps the memory alive and in place for as long as they are used; values may change in place.
+    They are views of memory that somebody else keeps alive and in place; values may change in place.
     """
 
-    kind: ViewKind
     projections: tuple[Tensor, ...]
     down_EHF: Tensor
+
+    @classmethod
+    def fused(cls, gate_up_E2FH: Tensor, down_EHF: Tensor) -> ExpertViews:
+        """Experts whose gate and up projections are one tensor."""
+        return cls((gate_up_E2FH,), down_EHF)
+
+    @property
+    def kind(self) -> ViewKind:
+        """How gate and up lie."""
+        return "fused" if len(self.projections) == 1 else "separate"
+
+    @property
+    def gate_up_E2FH(self) -> Tensor:
+        """The one projection of fused experts."""
+        (gate_up_E2FH,) = self.projections
+        return gate_up_E2FH
 
     @property
     def num_experts(self) -> int:
@@ -62,7 +62,12 @@ class ExpertViews:
     @property
     def bytes_per_expert(self) -> int:
         """Bytes that one active expert makes a forward read."""
-        return sum(w[0].numel() * w.element_size() for w in (*self.projections, self.down_EHF))
+        _, hidden, inner = self.down_EHF.shape
+        return 3 * hidden * inner * self.down_EHF.element_size()
+
+    def part(self, first: int, end: int) -> ExpertViews:
+        """Experts ``first`` to ``end - 1``."""
+        return ExpertViews(tuple(weight[first:end] for weight in self.projections), self.down_EHF[first:end])
 
 
 def expert_views(gate_up: GateUp, down: Tensor | PerExpert) -> ExpertViews:
@@ -88,7 +93,7 @@ def expert_views(gate_up: GateUp, down: Tensor | PerExpert) -> ExpertViews:
         projections = (gate_EFH, up_EFH) if fused_E2FH is None else (fused_E2FH,)
     else:
         projections = (_stack("gate_up", gate_up),)  # type: ignore[arg-type]
-    views = ExpertViews("fused" if len(projections) == 1 else "separate", projections, down_EHF)
+    views = ExpertViews(projections, down_EHF)
     _check(views)
     return views
 

@@ -1,4 +1,4 @@
-"""Stacked expert storage that the model's own parameters view.
+"""ExpertViews expert storage that the model's own parameters view.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -27,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.bypassed import Untouched
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
+from epoch_moe.experts.views import ExpertViews
 
-__all__ = ["PROJECTIONS", "ExpertWeights", "Stacked"]
+__all__ = ["PROJECTIONS", "ExpertWeights"]
 
 
 class _StackedView(torch.autograd.Function):
@@ -43,30 +43,6 @@ class _StackedView(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         return (None, None, *ctx.places(grad))
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Weights of one layer's experts as the grouped path reads them.
-
-    Attributes:
-        gate_up_E2FH: ``[E, 2F, H]``; rows ``:F`` are the gate projection, ``F:`` the up projection.
-        down_EHF: ``[E, H, F]``.
-    """
-
-    gate_up_E2FH: Tensor
-    down_EHF: Tensor
-
-    @property
-    def projections(self) -> tuple[Tensor, ...]:
-        """The one tensor that holds gate and up (see `epoch_moe.experts.views.Experts`)."""
-        return (self.gate_up_E2FH,)
-
-    @property
-    def bytes_per_expert(self) -> int:
-        """Bytes that one active expert makes a forward read."""
-        _, hidden, inner = self.down_EHF.shape
-        return 3 * hidden * inner * self.down_EHF.element_size()
 
 
 class _Seen:
@@ -114,7 +90,7 @@ class ExpertWeights:
         self.layout_name = layout
         self.layout: Layout = LAYOUTS[layout](experts)
         self.moved_bytes = self.peak_bytes = 0
-        self._stacked: Stacked | None = None
+        self._stacked: ExpertViews | None = None
         self._seen: _Seen | None = None
         self._stackings = 0
         self._lock = threading.Lock()
@@ -145,7 +121,7 @@ class ExpertWeights:
         seen = self._seen
         return self._stackings, 0 if seen is None else seen.writes()
 
-    def ensure(self) -> Stacked:
+    def ensure(self) -> ExpertViews:
         """The stacked tensors, stacked anew where a parameter's storage was replaced since the last use.
 
         Peak extra memory while stacking: the gate and up projections of this layer's experts.
@@ -168,12 +144,12 @@ class ExpertWeights:
         if not self.is_stacked():
             self._stacked = self._seen = None
 
-    def differentiable(self) -> Stacked:
+    def differentiable(self) -> ExpertViews:
         """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per parameter)."""
         stacked = self.ensure()
         # Asked anew: another Parameter over the same storage (frozen weights wrapped again, say) must get the gradient.
         gate_up_params, down_params = self._params()
-        return Stacked(
+        return ExpertViews.fused(
             _StackedView.apply(stacked.gate_up_E2FH, self.layout.gate_up_places, *gate_up_params),
             _StackedView.apply(stacked.down_EHF, self.layout.down_places, *down_params),
         )
@@ -182,13 +158,13 @@ class ExpertWeights:
         """Refuse weights that cannot be stacked, quoting the first offender; see `Layout.check`."""
         self.layout.check()
 
-    def outline(self) -> Stacked:
+    def outline(self) -> ExpertViews:
         """What `ensure` would give, down to the strides but without memory: to ask whether a backend fits."""
         num_experts, inner, hidden = self.layout.sizes()
         param = self.layout.params()[0]
         with FakeTensorMode():
             sizes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-            return Stacked(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
+            return ExpertViews.fused(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)
@@ -203,7 +179,7 @@ class ExpertWeights:
         down_EHF = self._gather(down, (num_experts, hidden, inner), self.layout.down_places)
         self._seen = _Seen(self.layout)
         self._stackings += 1
-        self._stacked = Stacked(gate_up_E2FH, down_EHF)
+        self._stacked = ExpertViews.fused(gate_up_E2FH, down_EHF)
 
     def _gather(
         self,

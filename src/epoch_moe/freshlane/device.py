@@ -15,14 +15,14 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.device import device_worklist, pair_outputs
-from epoch_moe.experts.grouped import pick_backend
-from epoch_moe.experts.views import Experts
+from epoch_moe.experts.run import pick_backend
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.support import Chosen
 from epoch_moe.routing import RouterSpec, Routing, Scores
 
 
-def compact_for(config: EpochConfig, layers: Sequence[Experts]) -> Compact | None:
+def compact_for(config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:
     """What packs the rows of a plan on the device, or None where rows must be lists.
 
     They must be where experts are not computed by the kernels, or lie on several devices.
@@ -96,7 +96,7 @@ class DeviceSelection:
 
 
 def planned_lane(
-    x_TH: Tensor, rows: PaddedRows, routing: Routing, stacked: Experts, cache_MH: Tensor
+    x_TH: Tensor, rows: PaddedRows, routing: Routing, stacked: ExpertViews, cache_MH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Experts of the packed rows, and the dense shard ``[T,H]``; writes the cache.
 

@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from epoch_moe.experts.worklist import tree_sum
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending, Ranks
-from epoch_moe.freshlane.worklist import tree_sum
 from epoch_moe.routing import NO_EXPERT
 
 Layout = Literal["sharded", "replicated"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.checks import MOST, choice, whole, wrong
-from epoch_moe.experts.grouped import BACKENDS, Backend, pick_backend, run_experts
+from epoch_moe.experts.run import BACKENDS, Backend, pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews, GateUp, PerExpert, expert_views
 from epoch_moe.precision import without_autocast
 from epoch_moe.routing import NO_EXPERT
@@ -48,8 +48,8 @@ def moe_forward(
             place of ``expert_range``.
         out: written in place and returned: shape, dtype and device of ``x_TH``, no memory in common with the inputs.
         workspace: bytes that intermediates may take beside the pairs' outputs (T x K x H), as far as one expert's pairs
-            fit; the same result (see `epoch_moe.experts.grouped`), at the price of a host sync. None = no limit.
-        backend: see `epoch_moe.experts.grouped`.
+            fit; the same result (see `epoch_moe.experts.run`), at the price of a host sync. None = no limit.
+        backend: see `epoch_moe.experts.run`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; nothing has been written then.

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig
-from epoch_moe.kernels.worklist_reference import DeviceWorklist
 
 
 @triton.jit
-def _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M: tl.constexpr):
+def _tile(tile_expert_ptr, tile_row_ptr, begins_ptr, most_tiles, columns, GROUP_M: tl.constexpr):
     """Of this program: expert (-1: none), block of columns, first sorted position, positions."""
     program = tl.program_id(0)
     group = program // (GROUP_M * columns)
@@ -32,7 +32,7 @@ def _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP
     there = tile < most_tiles
     expert = tl.load(tile_expert_ptr + tile, mask=there, other=-1)
     first = tl.load(tile_row_ptr + tile, mask=there, other=0)
-    end = tl.load(offsets_ptr + expert + 1)
+    end = tl.load(begins_ptr + expert + 1)
     return expert, within // GROUP_M, first, end - first
 
 
@@ -63,7 +63,7 @@ def _gate_up_kernel(
     x_ptr,  # [T,H]
     rows_ptr,  # i64 [R], None: packed row r is row r
     pair_ptr,  # i32 [P]
-    offsets_ptr,  # i32 [E+1]
+    begins_ptr,  # i32 [E+1]
     tile_expert_ptr,  # i32 [N]
     tile_row_ptr,  # i32 [N]
     gate_ptr,  # [E,F,H]
@@ -88,7 +88,7 @@ def _gate_up_kernel(
 ):
     """``silu(x gate^T) * (x up^T)`` of one tile of gathered rows, rounded once."""
     columns = tl.cdiv(inner, BLOCK_N)
-    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M)
+    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, begins_ptr, most_tiles, columns, GROUP_M)
     if expert < 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -132,7 +132,7 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     act_ptr,  # [P,F]
-    offsets_ptr,  # i32 [E+1]
+    begins_ptr,  # i32 [E+1]
     tile_expert_ptr,  # i32 [N]
     tile_row_ptr,  # i32 [N]
     down_ptr,  # [E,H,F]
@@ -152,7 +152,7 @@ def _down_kernel(
 ):
     """``act down^T`` of one tile of sorted positions."""
     columns = tl.cdiv(hidden, BLOCK_N)
-    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, offsets_ptr, most_tiles, columns, GROUP_M)
+    expert, column, first, size = _tile(tile_expert_ptr, tile_row_ptr, begins_ptr, most_tiles, columns, GROUP_M)
     if expert < 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -202,7 +202,7 @@ def _grouped_mlp(
     x_TH: Tensor,
     rows_R: Tensor | None,
     pair_P: Tensor,
-    offsets_E: Tensor,
+    begins_E1: Tensor,
     tile_expert_N: Tensor,
     tile_row_N: Tensor,
     gate_EFH: Tensor,
@@ -225,7 +225,7 @@ def _grouped_mlp(
             x_TH,
             rows_R,
             pair_P,
-            offsets_E,
+            begins_E1,
             tile_expert_N,
             tile_row_N,
             gate_EFH,
@@ -247,7 +247,7 @@ def _grouped_mlp(
         gemm = tiles_of.down
         _down_kernel[(_programs(gemm, tiles, hidden),)](
             act_PF,
-            offsets_E,
+            begins_E1,
             tile_expert_N,
             tile_row_N,
             down_EHF,
@@ -268,7 +268,7 @@ def _(
     x_TH: Tensor,
     rows_R: Tensor | None,
     pair_P: Tensor,
-    offsets_E: Tensor,
+    begins_E1: Tensor,
     tile_expert_N: Tensor,
     tile_row_N: Tensor,
     gate_EFH: Tensor,
@@ -285,7 +285,7 @@ def _(
 def grouped_mlp(
     x_TH: Tensor,
     rows_R: Tensor | None,
-    worklist: DeviceWorklist,
+    worklist: Worklist,
     gate_EFH: Tensor,
     up_EFH: Tensor,
     down_EHF: Tensor,
@@ -315,6 +315,7 @@ def grouped_mlp(
         ValueError: for shapes, dtypes or strides that do not fit each other, or a worklist with other tiles.
     """
     _check(x_TH, rows_R, worklist, gate_EFH, up_EFH, down_EHF, top_k, config)
+    assert worklist.tiles is not None
     pairs, (hidden, inner) = worklist.pair_P.numel(), down_EHF.shape[1:]
     if act_PF is None:
         act_PF = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
@@ -330,9 +331,9 @@ def grouped_mlp(
         x_TH,
         rows_R,
         worklist.pair_P,
-        worklist.offsets_E,
-        worklist.tile_expert_N,
-        worklist.tile_row_N,
+        worklist.begins_E1,
+        worklist.tiles.expert_N,
+        worklist.tiles.row_N,
         gate_EFH,
         up_EFH,
         down_EHF,
@@ -347,18 +348,19 @@ def grouped_mlp(
 def _check(
     x_TH: Tensor,
     rows_R: Tensor | None,
-    worklist: DeviceWorklist,
+    worklist: Worklist,
     gate_EFH: Tensor,
     up_EFH: Tensor,
     down_EHF: Tensor,
     top_k: int,
     config: GroupedMlpConfig,
 ) -> None:
-    if worklist.block_m != config.block_m:
-        raise ValueError(f"the worklist has tiles of {worklist.block_m}, the configuration of {config.block_m}")
+    size = None if worklist.tiles is None else worklist.tiles.size
+    if size != config.block_m:
+        raise ValueError(f"the worklist has tiles of {size}, the configuration of {config.block_m}")
     num_experts, hidden, inner = down_EHF.shape
-    if worklist.offsets_E.numel() != num_experts + 1:
-        raise ValueError(f"the worklist is of {worklist.offsets_E.numel() - 1} experts, the weights of {num_experts}")
+    if worklist.begins_E1.numel() != num_experts + 1:
+        raise ValueError(f"the worklist is of {worklist.begins_E1.numel() - 1} experts, the weights of {num_experts}")
     packed = worklist.pair_P.numel() // max(top_k, 1)
     if rows_R is not None and (rows_R.dtype != torch.int64 or tuple(rows_R.shape) != (packed,)):
         raise ValueError(f"rows_R is {rows_R.dtype} {tuple(rows_R.shape)}: expected torch.int64 [{packed}]")

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.kernels.worklist_reference import DeviceWorklist
+from epoch_moe.experts.worklist import Worklist
 
 
 def grouped_mlp_reference(
     x_TH: Tensor,
     rows_R: Tensor | None,
-    worklist: DeviceWorklist,
+    worklist: Worklist,
     gate_EFH: Tensor,
     up_EFH: Tensor,
     down_EHF: Tensor,
@@ -25,7 +25,7 @@ def grouped_mlp_reference(
     Products are summed in fp32; ``silu(gate) * up`` is taken in fp32 and rounded once to the dtype of ``x_TH``.
     """
     pairs_PH = x_TH.new_zeros(worklist.pair_P.numel(), x_TH.shape[1])
-    offsets = worklist.offsets_E.tolist()
+    offsets = worklist.begins_E1.tolist()
     for expert in range(len(offsets) - 1):
         segment = slice(offsets[expert], offsets[expert + 1])
         row_P = worklist.pair_P[segment].long() // top_k

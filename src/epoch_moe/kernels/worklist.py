@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.kernels.worklist_reference import DeviceWorklist, max_tiles
+from epoch_moe.experts.worklist import Tiles, Worklist, max_tiles
 
 # Pairs that one program sorts alone, and pairs per program where there are more. The comparisons within a block go by
 # the square of its size.
@@ -98,7 +98,7 @@ def _place_kernel(
     counts_ptr,  # i64 [E]
     pair_ptr,  # i32 [P]
     rank_ptr,  # i32 [R,K]
-    offsets_ptr,  # i32 [E+1]
+    begins_ptr,  # i32 [E+1]
     tile_expert_ptr,  # i32 [N]
     tile_row_ptr,  # i32 [N]
     num_tiles_ptr,  # i32 [1]
@@ -150,8 +150,8 @@ def _place_kernel(
     tile_ends_E = tl.cumsum(tiles_E, axis=0)
     if block == 0:
         tl.store(num_tiles_ptr, tl.sum(tiles_E, axis=0))
-        tl.store(offsets_ptr, 0)
-        tl.store(offsets_ptr + 1 + expert_E, tl.cumsum(counts_E, axis=0), mask=expert_E < num_experts)
+        tl.store(begins_ptr, 0)
+        tl.store(begins_ptr + 1 + expert_E, tl.cumsum(counts_E, axis=0), mask=expert_E < num_experts)
     if block * BLOCK_N < most_tiles:
         # Experts whose tiles all come before a tile: their number is the tile's expert, their pairs come before it.
         for part in range(0, BLOCK_N, PART):
@@ -185,10 +185,10 @@ def _block_e(num_experts: int) -> int:
 def _worklist(
     ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a `DeviceWorklist`, in its order."""
+    """The tensors of a `Worklist`, in its order."""
     _check(ids_RK, num_experts, block_m, count)
     out = _empty(ids_RK, num_experts, block_m)
-    pair_P, rank_RK, counts_E, offsets_E, tile_expert_N, tile_row_N, num_tiles = out
+    pair_P, rank_RK, counts_E, begins_E1, tile_expert_N, tile_row_N, num_tiles = out
     ids_RK = ids_RK.contiguous()
     num_pairs, top_k = ids_RK.numel(), max(ids_RK.shape[1], 1)
     blocks, block, tiles, programs = _shape(num_pairs, num_experts, block_m)
@@ -217,7 +217,7 @@ def _worklist(
             counts_E,
             pair_P,
             rank_RK,
-            offsets_E,
+            begins_E1,
             tile_expert_N,
             tile_row_N,
             num_tiles,
@@ -244,7 +244,7 @@ def _(
     return _empty(ids_RK, num_experts, block_m)
 
 
-def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None = None) -> DeviceWorklist:
+def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None = None) -> Worklist:
     """Sort the pairs of R rows by expert and cut the segments in tiles, without a host sync.
 
     Args:
@@ -257,10 +257,11 @@ def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tenso
     Raises:
         ValueError: for other dtypes or shapes, or sizes below 1.
     """
-    pair_P, rank_RK, counts_E, offsets_E, tile_expert_N, tile_row_N, num_tiles = _worklist(
+    pair_P, rank_RK, counts_E, begins_E1, tile_expert_N, tile_row_N, num_tiles = _worklist(
         ids_RK, num_experts, block_m, count
     )
-    return DeviceWorklist(pair_P, rank_RK, counts_E, offsets_E, tile_expert_N, tile_row_N, num_tiles, block_m)
+    tiles = Tiles(tile_expert_N, tile_row_N, num_tiles, block_m)
+    return Worklist(pair_P, rank_RK, counts_E, begins_E1, tiles=tiles)
 
 
 def _check(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None) -> None:

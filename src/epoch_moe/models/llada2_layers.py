@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from epoch_moe.experts.grouped import run_layer
+from epoch_moe.experts.run import run_layer
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.layers import RMSNorm, SwiGLU, attend, rotate
 from epoch_moe.models.llada2_config import LLaDA2MoeConfig

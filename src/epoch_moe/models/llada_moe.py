@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
-from epoch_moe.experts.grouped import run_layer
+from epoch_moe.experts.run import run_layer
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import one_prompt, released_arguments

@@ -10,7 +10,7 @@ from torch import nn
 
 from epoch_moe.checks import module
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.views import Experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.plan.slot import PlanSlot
 
@@ -31,7 +31,7 @@ class Patched(Protocol):
         """For each MoE layer."""
         ...
 
-    def ensure_stacked(self) -> Sequence[Experts]:
+    def ensure_stacked(self) -> Sequence[ExpertViews]:
         """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
         ...
 

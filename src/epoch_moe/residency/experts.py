@@ -5,7 +5,7 @@ brought into one (loads) and which pass through (bypassed); hits are one grouped
 reads the first missing expert; each missing one is a product of its own when it has arrived; and one combine joins all
 pairs in the fixed order. An expert's segment of rows is never cut, so each product is the one that it would be with all
 experts in memory, and so is every bit of the result where rows are multiples of 64 bytes (see
-`epoch_moe.experts.grouped`).
+`epoch_moe.experts.run`).
 
 Slots are allocated once. Which experts lie in them changes by copying weights, never by allocating.
 
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.experts.absent import AbsentTensor
-from epoch_moe.experts.grouped import Backend, pick_segments, segments_of
 from epoch_moe.experts.layouts import Layout
-from epoch_moe.experts.weights import ExpertWeights, Stacked
-from epoch_moe.freshlane.worklist import build_worklist, combine, expert_groups
+from epoch_moe.experts.run import Backend, pick_segments, segments_of
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.worklist import build_worklist, combine, expert_groups
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.slot import DenseForward
 from epoch_moe.residency.clock import Clock
@@ -84,10 +85,10 @@ class ResidentExperts:
         self.moved_bytes = self.peak_bytes = self._conversions = 0
         self._allocate(dtype)
 
-    def _empty(self, experts: int, dtype: torch.dtype) -> Stacked:
+    def _empty(self, experts: int, dtype: torch.dtype) -> ExpertViews:
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            return Stacked(
+            return ExpertViews.fused(
                 torch.empty(experts, 2 * self.inner, self.hidden, dtype=dtype, device=self.device),
                 torch.empty(experts, self.hidden, self.inner, dtype=dtype, device=self.device),
             )
@@ -97,7 +98,7 @@ class ResidentExperts:
         error = str(self.refused("reading the stacked weights"))
         sizes = (self.num_experts, 2 * self.inner, self.hidden), (self.num_experts, self.hidden, self.inner)
         one = self.fast.down_EHF.new_empty(1)
-        self._outline = Stacked(*(AbsentTensor(one.expand(size), error) for size in sizes))
+        self._outline = ExpertViews.fused(*(AbsentTensor(one.expand(size), error) for size in sizes))
 
     # ------------------------------------------------------------------------------- what a block asks of its weights
 
@@ -106,7 +107,7 @@ class ResidentExperts:
         """The modules' parameters."""
         return self.whole.layout
 
-    def ensure(self) -> Stacked:
+    def ensure(self) -> ExpertViews:
         """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
@@ -122,7 +123,7 @@ class ResidentExperts:
     def release(self) -> None:
         """Nothing: see `is_stacked`."""
 
-    def differentiable(self) -> Stacked:
+    def differentiable(self) -> ExpertViews:
         """Refused."""
         raise RuntimeError(
             f"{self.name}: gradients are asked for, and the experts are not all in memory, so there is no backward "
@@ -200,7 +201,7 @@ class ResidentExperts:
                     for expert in steps.hits:
                         in_slots[int(self.placement.slot_of_E[expert])] = pairs_E[expert]
                     out_PH[:hit_pairs] = segments(
-                        x_PH[:hit_pairs], self.fast, in_slots, worklist.offsets_E[:slots]
+                        x_PH[:hit_pairs], self.fast, in_slots, worklist.ends_E[:slots]
                     )
                 counts.slot_seconds += time.perf_counter() - start
                 swaps = {move[0]: move for move in steps.swaps}
@@ -217,7 +218,7 @@ class ResidentExperts:
         out_PH: Tensor,
         begin: int,
         pairs_E: list[int],
-        arrivals: Iterator[tuple[int, bool, Stacked]],
+        arrivals: Iterator[tuple[int, bool, ExpertViews]],
         arrived: set[int],
         swaps: dict[int, Move],
         segments: Callable[..., Tensor],
@@ -270,7 +271,7 @@ class ResidentExperts:
             param.data = param.data.new_empty(0)
         self.whole.release()
 
-    def give_back(self, stacked: Stacked) -> None:
+    def give_back(self, stacked: ExpertViews) -> None:
         """Make the modules' parameters views of ``stacked``, which holds all experts."""
         places = self._places(stacked)
         for number, ((module, name), place) in enumerate(zip(self.layout.owners(), places, strict=True)):
@@ -280,14 +281,14 @@ class ResidentExperts:
             param.data = place
             module._parameters[name] = param
 
-    def _places(self, stacked: Stacked) -> list[Tensor]:
+    def _places(self, stacked: ExpertViews) -> list[Tensor]:
         """Where each parameter lies in the stacked tensors, in the order of `Layout.owners`."""
         gate_up = list(self.layout.gate_up_places(stacked.gate_up_E2FH))
         down = list(self.layout.down_places(stacked.down_EHF))
         each = self.layout.period - 1
         return [t for i, d in enumerate(down) for t in (*gate_up[i * each : (i + 1) * each], d)]
 
-    def read_all(self) -> Stacked:
+    def read_all(self) -> ExpertViews:
         """All experts, ``[E,2F,H]`` and ``[E,H,F]`` in memory on the device.
 
         Raises:

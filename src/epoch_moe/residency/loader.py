@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.weights import Stacked
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.residency.config import Miss
 from epoch_moe.residency.costs import Costs, measure_costs
 from epoch_moe.residency.sources import ExpertSource, Staging
@@ -125,8 +125,8 @@ class Loader:
 
     @contextmanager
     def bring(
-        self, source: ExpertSource, fast: Stacked, jobs: Sequence[Job], counts: LayerCounts
-    ) -> Iterator[Iterator[tuple[int, bool, Stacked]]]:
+        self, source: ExpertSource, fast: ExpertViews, jobs: Sequence[Job], counts: LayerCounts
+    ) -> Iterator[Iterator[tuple[int, bool, ExpertViews]]]:
         """The missing experts of one forward of a layer, as they come in; no read is under way behind it.
 
         Args:
@@ -150,7 +150,7 @@ class _Arrivals:
     """See `Loader.bring`."""
 
     def __init__(
-        self, loader: Loader, source: ExpertSource, fast: Stacked, jobs: Sequence[Job], counts: LayerCounts
+        self, loader: Loader, source: ExpertSource, fast: ExpertViews, jobs: Sequence[Job], counts: LayerCounts
     ):
         self.loader, self.source, self.fast, self.counts = loader, source, fast, counts
         self.device = fast.down_EHF.device
@@ -199,7 +199,7 @@ class _Arrivals:
         self.counts.read_seconds += time.perf_counter() - start
         return size
 
-    def __iter__(self) -> Iterator[tuple[int, bool, Stacked]]:
+    def __iter__(self) -> Iterator[tuple[int, bool, ExpertViews]]:
         while self._coming:
             (expert, slot), buffer, read = self._coming.popleft()
             if read is not None:
@@ -218,7 +218,7 @@ class _Arrivals:
                     event = self._move(expert, buffer, slot)
                 gate_up, down = self._slot(slot)
             self._submit()
-            yield expert, slot is not None, Stacked(gate_up[None], down[None])
+            yield expert, slot is not None, ExpertViews.fused(gate_up[None], down[None])
             if buffer is not None:
                 self._free.append((buffer, event))
                 self._submit()

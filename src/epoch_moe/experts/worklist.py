@@ -1,9 +1,10 @@
 """The worklist: token-expert pairs in expert order, with the way back.
 
-Shape suffixes: R rows, K top-k, P = R x K pairs (empty ones included), E experts.
+The host's form is made here; `epoch_moe.kernels.worklist` makes the same one on the device, cut in tiles. Shapes depend
+on R and K alone, never on how many pairs are valid, so neither needs a host sync: empty pairs sort behind all experts,
+no expert's segment reaches them, and `combine` skips them.
 
-Shapes depend on R and K alone, never on how many pairs are valid, so building a worklist needs no host sync: empty
-pairs (`NO_EXPERT`) sort behind all experts, no expert's segment reaches them, and `Combine` skips them.
+Shape suffixes: R rows, K top-k, P = R x K pairs (empty ones included), E experts, N upper bound on tiles.
 """
 
 from __future__ import annotations
@@ -21,24 +22,60 @@ GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Worklist:
-    """Pairs of R rows, sorted by expert.
+class Tiles:
+    """The segments of a worklist cut in tiles, for the kernels.
 
     Attributes:
-        row_P: int64, the row of each sorted pair.
-        rank_RK: int64, where pair (row, slot) lies in sorted order (the inverse permutation).
-        counts_E: int64, valid pairs of each expert.
-        offsets_E: int32, end of each expert's segment (inclusive prefix sum of the counts).
-        valid_RK: bool, False for empty pairs.
-        groups: of experts that `combine` sums by, as `expert_groups` gives them.
+        expert_N: int32, the expert of each tile, -1 behind the last tile.
+        row_N: int32, the first sorted position of each tile, 0 behind the last tile. A tile ends after ``size``
+            positions or with its expert's segment.
+        count: int32 ``[1]``, how many there are.
+        size: sorted positions per tile.
     """
 
-    row_P: Tensor
+    expert_N: Tensor
+    row_N: Tensor
+    count: Tensor
+    size: int
+
+
+@dataclass(frozen=True)
+class Worklist:
+    """Pairs of R rows sorted by expert, within an expert by row, then slot.
+
+    Attributes:
+        pair_P: integer, the pair ``row * K + slot`` at each sorted position; without meaning behind the last segment.
+        rank_RK: integer, the sorted position of each pair, -1 for empty ones.
+        counts_E: int64, pairs of each expert.
+        begins_E1: int32 ``[E+1]``, where each expert's segment begins; the last entry is the number of valid pairs.
+        groups: of experts that `combine` sums by, as `expert_groups` gives them; None for the kernels, which sum in
+            slot order.
+        tiles: of the segments; None for the host's form.
+    """
+
+    pair_P: Tensor
     rank_RK: Tensor
     counts_E: Tensor
-    offsets_E: Tensor
-    valid_RK: Tensor
-    groups: tuple[Tensor, int]
+    begins_E1: Tensor
+    groups: tuple[Tensor, int] | None = None
+    tiles: Tiles | None = None
+
+    @property
+    def row_P(self) -> Tensor:
+        """The row of each sorted pair."""
+        return self.pair_P // self.rank_RK.shape[1]
+
+    @property
+    def ends_E(self) -> Tensor:
+        """int32, where each expert's segment ends."""
+        return self.begins_E1[1:]
+
+
+def max_tiles(num_pairs: int, num_experts: int, size: int) -> int:
+    """The most tiles of so many positions that so many pairs can make: N, known without looking at them."""
+    # Each expert with pairs ends at most one tile early; the more of them, the more tiles.
+    experts = min(num_pairs, num_experts)
+    return experts + (num_pairs - experts) // size
 
 
 def count_pairs(ids_RK: Tensor, num_experts: int) -> Tensor:
@@ -65,11 +102,10 @@ def build_worklist(ids_RK: Tensor, num_experts: int, part: tuple[int, int] | Non
     rank_P[order_P] = torch.arange(order_P.numel(), device=order_P.device)
     counts_E = count_pairs(ids_RK, num_experts)
     return Worklist(
-        row_P=order_P // top_k,
-        rank_RK=rank_P.view(num_rows, top_k),
+        pair_P=order_P,
+        rank_RK=rank_P.masked_fill(~valid_P, -1).view(num_rows, top_k),
         counts_E=counts_E,
-        offsets_E=counts_E.cumsum(0).to(torch.int32),
-        valid_RK=valid_P.view(num_rows, top_k),
+        begins_E1=F.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32),
         groups=expert_groups(ids_RK, num_experts, part),
     )
 
@@ -118,15 +154,16 @@ def combine(pairs_PH: Tensor, weights_RK: Tensor, worklist: Worklist, dtype: tor
         worklist: of the rows.
         dtype: of the result.
     """
+    assert worklist.groups is not None
     group_RK, count = worklist.groups
     num_rows = group_RK.shape[0]
-    empty_RK = ~worklist.valid_RK
+    empty_RK = worklist.rank_RK < 0
     row_R1 = torch.arange(num_rows, device=group_RK.device).unsqueeze(1)
     bag_P = (group_RK.masked_fill(empty_RK, count) + row_R1 * (count + 1)).reshape(-1)
     bag_P, order_P = bag_P.sort(stable=True)
     starts = torch.searchsorted(bag_P, torch.arange(num_rows * (count + 1), device=bag_P.device))
     sums = F.embedding_bag(
-        worklist.rank_RK.reshape(-1)[order_P],
+        worklist.rank_RK.clamp_min(0).reshape(-1)[order_P],
         pairs_PH.float(),
         starts,
         mode="sum",

@@ -1,4 +1,4 @@
-"""Grouped routed experts: one pass over the pairs in expert order.
+"""Routed experts on one device: one pass over the pairs in expert order.
 
 Shape suffixes: R rows, K top-k, P pairs, H hidden, F expert inner size, E experts.
 
@@ -14,8 +14,8 @@ model): a product's last bits may depend on the alignment of its operands.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,16 @@ from torch import Tensor
 
 from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
-from epoch_moe.experts.views import Experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.freshlane.worklist import GROUPS, Worklist, build_worklist, combine
+from epoch_moe.experts.worklist import GROUPS, Worklist, build_worklist, combine
 from epoch_moe.precision import autocast_dtype, product_dtype
-
-if TYPE_CHECKING:
-    from epoch_moe.kernels.worklist_reference import DeviceWorklist
 
 Backend = Literal["auto", "triton", "grouped", "loop", "reference"]
 BACKENDS: tuple[Backend, ...] = ("auto", "triton", "grouped", "loop", "reference")
 
 
-def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
+def supports_grouped_mm(stacked: ExpertViews) -> tuple[bool, str]:
     """Whether `torch.nn.functional.grouped_mm` takes these weights, and if not, why.
 
     Limits as measured on torch 2.13: fp32, bf16 and fp16 (bf16 alone on CUDA and under torch.compile); row strides
@@ -64,7 +61,7 @@ def supports_grouped_mm(stacked: Experts) -> tuple[bool, str]:
     return True, ""
 
 
-def supports_kernels(stacked: Experts, *inputs: Tensor, workspace: int | None = None) -> tuple[bool, str]:
+def supports_kernels(stacked: ExpertViews, *inputs: Tensor, workspace: int | None = None) -> tuple[bool, str]:
     """Whether the Triton kernels compute these experts on these inputs, and if not, why."""
     from epoch_moe.kernels.launch import supports_triton
 
@@ -90,7 +87,7 @@ def supports_kernels(stacked: Experts, *inputs: Tensor, workspace: int | None = 
 
 
 def pick_backend(
-    requested: Backend, stacked: Experts, *inputs: Tensor, workspace: int | None = None
+    requested: Backend, stacked: ExpertViews, *inputs: Tensor, workspace: int | None = None
 ) -> Backend:
     """The backend that will run: ``"auto"`` resolved, an impossible request refused with the reason.
 
@@ -128,18 +125,18 @@ def _swiglu(projected: list[Tensor], inner: int) -> Tensor:
     return F.silu(gate_PF) * up_PF
 
 
-def _segments_grouped(x_PH: Tensor, stacked: Experts, counts: list[int] | None, offsets_E: Tensor) -> Tensor:
+def _segments_grouped(x_PH: Tensor, stacked: ExpertViews, counts: list[int] | None, ends_E: Tensor) -> Tensor:
     inner = stacked.down_EHF.shape[-1]
-    projected = [F.grouped_mm(x_PH, weight.transpose(1, 2), offs=offsets_E) for weight in stacked.projections]
-    return F.grouped_mm(_swiglu(projected, inner), stacked.down_EHF.transpose(1, 2), offs=offsets_E)
+    projected = [F.grouped_mm(x_PH, weight.transpose(1, 2), offs=ends_E) for weight in stacked.projections]
+    return F.grouped_mm(_swiglu(projected, inner), stacked.down_EHF.transpose(1, 2), offs=ends_E)
 
 
-def _segments_loop(x_PH: Tensor, stacked: Experts, counts: list[int] | None, offsets_E: Tensor) -> Tensor:
+def _segments_loop(x_PH: Tensor, stacked: ExpertViews, counts: list[int] | None, ends_E: Tensor) -> Tensor:
     inner = stacked.down_EHF.shape[-1]
     out_PH = torch.empty_like(x_PH)
     start = 0
     if counts is None:
-        counts = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
+        counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     for expert, count in enumerate(counts):
         if not count:
             continue
@@ -151,8 +148,8 @@ def _segments_loop(x_PH: Tensor, stacked: Experts, counts: list[int] | None, off
 
 
 def worklist_for(
-    backend: Backend, x_RH: Tensor, ids_RK: Tensor, stacked: Experts, part: tuple[int, int] | None = None
-) -> Worklist | DeviceWorklist:
+    backend: Backend, x_RH: Tensor, ids_RK: Tensor, stacked: ExpertViews, part: tuple[int, int] | None = None
+) -> Worklist:
     """The worklist that `run_experts` takes with this backend; ``part`` as for `build_worklist`."""
     if backend == "triton":
         return device_worklist(x_RH.to(stacked.down_EHF.dtype), ids_RK, stacked)
@@ -163,9 +160,9 @@ def run_experts(
     x_RH: Tensor,
     ids_RK: Tensor,
     weights_RK: Tensor,
-    stacked: Experts,
+    stacked: ExpertViews,
     backend: Backend,
-    worklist: Worklist | DeviceWorklist | None = None,
+    worklist: Worklist | None = None,
     workspace: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -188,9 +185,10 @@ def run_experts(
     dtype = dtype or x_RH.dtype
     if worklist is None:
         worklist = worklist_for(backend, x_RH, ids_RK, stacked)
-    if not isinstance(worklist, Worklist):
+    if worklist.tiles is not None:
         return run_device(x_RH.to(stacked.down_EHF.dtype), weights_RK, stacked, worklist).to(dtype)
     if backend == "reference":
+        assert worklist.groups is not None
         return experts_reference(x_RH, ids_RK, weights_RK, stacked, worklist.groups).to(dtype)
     segments = _segments_grouped if backend == "grouped" else _segments_loop
     if workspace is not None:
@@ -199,9 +197,9 @@ def run_experts(
     if x_PH.requires_grad:
         # The backward of a grouped product leaves the rows behind the last segment uninitialised. They belong to empty
         # pairs of real rows: this fill passes zeros back for them.
-        behind_P = torch.arange(x_PH.shape[0], device=x_PH.device) >= worklist.offsets_E[-1]
+        behind_P = torch.arange(x_PH.shape[0], device=x_PH.device) >= worklist.ends_E[-1]
         x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
-    pairs_PH = segments(x_PH, stacked, None, worklist.offsets_E)
+    pairs_PH = segments(x_PH, stacked, None, worklist.ends_E)
     return combine(pairs_PH, weights_RK, worklist, dtype)
 
 
@@ -212,11 +210,11 @@ def run_layer(weights: ExpertWeights, x_RH: Tensor, ids_RK: Tensor, weights_RK: 
     return run_experts(x_RH, ids_RK, weights_RK, stacked, pick_backend("auto", stacked, x_RH, weights_RK))
 
 
-_Segments = Callable[[Tensor, Experts, "list[int] | None", Tensor], Tensor]
+_Segments = Callable[[Tensor, ExpertViews, "list[int] | None", Tensor], Tensor]
 _SEGMENTS: dict[Backend, _Segments] = {"grouped": _segments_grouped, "loop": _segments_loop}
 
 
-def pick_segments(requested: Backend, stacked: Experts) -> Backend:
+def pick_segments(requested: Backend, stacked: ExpertViews) -> Backend:
     """The backend for weights that lie in pieces: one that computes expert by expert, ``"grouped"`` or ``"loop"``.
 
     Raises:
@@ -233,7 +231,7 @@ def pick_segments(requested: Backend, stacked: Experts) -> Backend:
 
 
 def segments_of(backend: Backend) -> _Segments:
-    """``(x_PH, experts, counts or None, offsets_E) -> pairs_PH`` of pairs in expert order, by `pick_segments`' choice.
+    """``(x_PH, experts, counts or None, ends_E) -> pairs_PH`` of pairs in expert order, by `pick_segments`' choice.
 
     Each expert's segment is the same product as in `run_experts`.
     """
@@ -243,7 +241,7 @@ def segments_of(backend: Backend) -> _Segments:
 def _in_runs(
     x_RH: Tensor,
     weights_RK: Tensor,
-    stacked: Experts,
+    stacked: ExpertViews,
     segments: _Segments,
     worklist: Worklist,
     workspace: int,
@@ -257,30 +255,23 @@ def _in_runs(
     start = 0
     for first, counts in _runs(worklist.counts_E.tolist(), workspace // per_pair):
         last, end = first + len(counts), start + sum(counts)
-        part = _Run(tuple(w[first:last] for w in stacked.projections), stacked.down_EHF[first:last])
-        offsets = worklist.offsets_E[first:last] - start
-        pairs_PH[start:end] = segments(x_RH[worklist.row_P[start:end]], part, counts, offsets)
+        ends_E = worklist.ends_E[first:last] - start
+        x_PH = x_RH[worklist.row_P[start:end]]
+        pairs_PH[start:end] = segments(x_PH, stacked.part(first, last), counts, ends_E)
         start = end
     # Of each pair: its gathered row, and that in fp32; of each row: its groups' sums, and two levels of them.
     per_row = hidden * (top_k * (x_RH.element_size() + 4) + 8 * GROUPS)
     step = max(workspace // per_row, 1)
+    assert worklist.groups is not None
     out_RH = torch.empty_like(x_RH, dtype=dtype)
     for row in range(0, num_rows, step):
         part_R = slice(row, row + step)
         rank_RK = worklist.rank_RK[part_R]
         own_RK = torch.arange(rank_RK.numel(), device=rank_RK.device).view_as(rank_RK)
         groups = worklist.groups[0][part_R], worklist.groups[1]
-        rows = replace(worklist, rank_RK=own_RK, valid_RK=worklist.valid_RK[part_R], groups=groups)
-        out_RH[part_R] = combine(pairs_PH[rank_RK.reshape(-1)], weights_RK[part_R], rows, dtype)
+        rows = replace(worklist, rank_RK=own_RK.masked_fill(rank_RK < 0, -1), groups=groups)
+        out_RH[part_R] = combine(pairs_PH[rank_RK.clamp_min(0).reshape(-1)], weights_RK[part_R], rows, dtype)
     return out_RH
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive experts."""
-
-    projections: tuple[Tensor, ...]
-    down_EHF: Tensor
 
 
 def _runs(counts: list[int], most: int) -> list[tuple[int, list[int]]]:
