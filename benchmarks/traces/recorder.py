@@ -14,6 +14,7 @@ from torch import Tensor
 from traces.trace import Trace, TraceForward
 
 from epoch_moe.outputs import check_output
+from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.policies import Observer
@@ -100,12 +101,17 @@ def record_trace(model: Any, path: str | Path, about: dict[str, Any] | None = No
     recorder = TraceRecorder(len(patched.blocks), counts.pop(), patched.bytes_per_expert())
     config = getattr(model, "config", None)
     recorder.trace.about = {"model_type": getattr(config, "model_type", None), **(about or {})}
-    before = patched.slot.listener
+    with patched.slot.holding("a recording"):  # unpatch, and another plan, wait for its end
+        yield from _record(patched.slot, recorder, path)
+
+
+def _record(slot: PlanSlot, recorder: TraceRecorder, path: str | Path) -> Iterator[TraceRecorder]:
+    before: Any = slot.listener
     policy = None if before is None else before.observer
     if isinstance(policy, (TraceRecorder, _Both)):
         raise ValueError("this model is being recorded already: end that recording first")
     if before is None:
-        patched.slot.listener = Clock(recorder, recorder.trace.num_layers, recorder.trace.num_experts)
+        slot.listener = Clock(recorder, recorder.trace.num_layers, recorder.trace.num_experts)
     else:  # experts outside of fast memory, whose policy listens
         before.observer = _Both(policy, recorder)
     failure: BaseException | None = None
@@ -116,7 +122,7 @@ def record_trace(model: Any, path: str | Path, about: dict[str, Any] | None = No
         raise
     finally:
         if before is None:
-            patched.slot.listener = None
+            slot.listener = None
         else:
             before.observer = policy
         try:

@@ -158,6 +158,7 @@ def test_what_stands_for_all_experts_has_no_values_to_compute_with(tmp_path: Pat
             with pytest.raises(RuntimeError, match=r"layers\.0\.mlp .* needs all experts in memory, and 6 of 12 are"):
                 use(absent)
     assert ensured.bytes_per_expert == layer.all.bytes_per_expert
+    assert layer.weights.outline() is ensured
 
 
 def test_gradients_and_foreign_backends_are_refused(tmp_path: Path) -> None:

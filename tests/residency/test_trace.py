@@ -131,6 +131,8 @@ def test_what_cannot_be_recorded_or_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="already"), record_trace(model, tmp_path / "e.trace"):
             pass
         assert model._epoch_moe.slot.listener is not None
+        with pytest.raises(RuntimeError, match="a recording"):
+            epoch_moe.unpatch(model)
     assert load_trace(tmp_path / "d.trace").forwards == []
     with pytest.raises(FileNotFoundError, match="no such file"):
         load_trace(tmp_path / "nothing")

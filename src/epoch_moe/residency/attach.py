@@ -70,7 +70,7 @@ class Origin:
 
 
 class Block(Protocol):
-    """What is needed of an `EpochMoEBlock`."""
+    """The attribute of an `EpochMoEBlock` that is replaced."""
 
     weights: ExpertWeights | ResidentExperts
 
@@ -160,7 +160,7 @@ def attach(
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """What `load_model` left on a model, once."""
+    """The checkpoint whose experts `load_model` left out of a model; taken off the model, so None the second time."""
     origin: Origin | None = model.__dict__.pop(ORIGIN, None)
     return origin
 
@@ -264,7 +264,7 @@ def _on_host(config: ResidencyConfig, layers: Sequence[_Layer], total: int) -> b
 
 
 def _source(state: Residency, index: int, layer: _Layer, host: bool) -> ExpertSource:
-    """Where this layer's experts lie from now on."""
+    """The source of this layer's experts: its files, main memory (copied here), or a temporary file (written here)."""
     if not host:
         return layer.source or _spill(state, index, layer)
     num_experts, inner, hidden = layer.whole.layout.sizes()

@@ -65,7 +65,7 @@ class Costs:
         return self.move_seconds() / (1.0 + max(reuse, 0.0)) <= self.host_seconds(rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The constants."""
+        """All fields, ready for JSON."""
         return asdict(self)
 
     def explain(self, miss: Miss = "auto") -> str:

@@ -111,6 +111,10 @@ class ResidentExperts:
         """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
+    def outline(self) -> Stacked:
+        """The same as `ensure`."""
+        return self._outline
+
     @property
     def version(self) -> tuple[int, int]:
         """Another value after every change of the weights."""
@@ -121,7 +125,7 @@ class ResidentExperts:
         return True
 
     def release(self) -> None:
-        """Nothing: see `is_stacked`."""
+        """Does nothing: fast memory is never stacked anew."""
 
     def differentiable(self) -> ExpertViews:
         """Refused."""
