@@ -78,7 +78,7 @@ class Plans:
         planned = self.plan.next_forward(
             forward.ids_BS, mask_id=MASK, valid_BS=None, lead=forward.lead, live_BN=None, changed_BN=None
         )
-        step = planned.enter(0, torch.empty(*forward.ids_BS.shape, 1, dtype=torch.bfloat16))
+        step = planned.enter(0, torch.empty(*forward.ids_BS.shape, 1, dtype=torch.bfloat16), torch.bfloat16, None)
         assert step is not None
         scores = forward.scores
         fresh = replace(

@@ -62,7 +62,7 @@ def _forward(
         first.ids_BS, mask_id=MASK, valid_BS=None, lead=first.lead, live_BN=None, changed_BN=None
     )
     for index, forward in enumerate(layers):
-        step = planned.enter(index, torch.empty(*first.ids_BS.shape, 1, dtype=torch.bfloat16))
+        step = planned.enter(index, torch.empty(*first.ids_BS.shape, 1, dtype=torch.bfloat16), torch.bfloat16, None)
         assert step is not None
         scores, fresh_R = forward.scores, step.rows.fresh_R
         fresh = Scores(scores.logits_TE[fresh_R], scores.selection_TE[fresh_R], scores.combine_TE[fresh_R])
