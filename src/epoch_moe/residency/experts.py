@@ -111,7 +111,7 @@ class ResidentExperts:
         """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
-    def outline(self) -> Stacked:
+    def outline(self) -> ExpertViews:
         """The same as `ensure`."""
         return self._outline
 
