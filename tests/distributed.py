@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import pickle
 import tempfile
 import time
@@ -22,9 +23,21 @@ On a busy machine the processes alone take minutes to start. No test may count o
 """
 
 
+PRELOAD = ["torch", "torch.distributed", "pytest", "hypothesis", "epoch_moe", "epoch_moe.models.llada2"]
+"""What the server of processes imports once: a process of its own needs seconds for it, a fork of the server none."""
+
+
 def _worker(
-    rank: int, world: int, folder: str, collective_timeout: float, function: Any, args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    folder: str,
+    environment: dict[str, str],
+    collective_timeout: float,
+    function: Any,
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # the server has that of the first test that started ranks
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result: tuple[str, Any]
@@ -51,10 +64,13 @@ def start_ranks(
 ) -> tuple[list[Any], Path]:
     """Processes of `function(rank, *args)`, and the folder that their results go to."""
     folder = Path(tempfile.mkdtemp())
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     processes = [
         context.Process(
-            target=_worker, args=(rank, world, str(folder), collective_timeout, function, args), daemon=True
+            target=_worker,
+            args=(rank, world, str(folder), dict(os.environ), collective_timeout, function, args),
+            daemon=True,
         )
         for rank in range(world)
     ]
