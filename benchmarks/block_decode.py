@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 
 import epoch_moe.block
+import epoch_moe.experts.weights
+import epoch_moe.freshlane.lane
 from epoch_moe import BlockPlanContext, EpochConfig, patch, unpatch
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
@@ -279,8 +281,8 @@ def timers(model: LLaDA2MoeModelLM, seconds: dict[str, float]) -> Iterator[None]
 
     shared = [layer.mlp.shared_experts for layer in model.model.layers if hasattr(layer.mlp, "shared_experts")]
     places: list[tuple[Any, str, str]] = [
-        (epoch_moe.block, "router_logits", "gate"),
-        (epoch_moe.block, "run_experts", "experts"),
+        (epoch_moe.freshlane.lane, "router_logits", "gate"),
+        (epoch_moe.experts.weights, "run_experts", "experts"),
         *((module, "forward", "shared expert") for module in shared),
         # What is left of these, without what is nested in them, is there for the plan alone.
         (epoch_moe.block.EpochMoEBlock, "forward", "plan: in the MoE layers"),

@@ -42,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 import epoch_moe
 from epoch_moe import EpochConfig
 from epoch_moe.experts.views import ExpertViews, expert_views
-from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.restore import pack, restore
 from epoch_moe.functional import moe_forward
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
@@ -135,7 +135,7 @@ def same(name: str, a: Tensor, b: Tensor) -> None:
 def measure(case: Case, x_TH: Tensor, cache_TH: Tensor, views: ExpertViews, shape: Shape, workspace: int) -> Any:
     """Check one forward's results, then count its memory in the four ways."""
     rows = case.rows
-    ids_RK, weights_RK = pick(case.ids_TK, rows), pick(case.weights_TK, rows)
+    ids_RK, weights_RK = pack(case.ids_TK, rows), pack(case.weights_TK, rows)
     # The cache is written with the fresh rows' outputs; a copy keeps the runs alike, and is not of the layer's making.
     scratch_TH = cache_TH.clone()
 
@@ -143,7 +143,7 @@ def measure(case: Case, x_TH: Tensor, cache_TH: Tensor, views: ExpertViews, shap
         return moe_forward(x_TH, case.ids_TK, case.weights_TK, views, workspace=budget)
 
     def freshlane(budget: int | None) -> Tensor:
-        y_RH = moe_forward(pick(x_TH, rows), ids_RK, weights_RK, views, workspace=budget)
+        y_RH = moe_forward(pack(x_TH, rows), ids_RK, weights_RK, views, workspace=budget)
         return restore(y_RH, rows, scratch_TH)
 
     everything, fresh = dense(None), freshlane(None)

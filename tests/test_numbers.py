@@ -72,7 +72,7 @@ def test_experts_under_autocast_are_what_linear_layers_are(family: str) -> None:
     block, x_TH = block_of(model), torch.randn(6, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out_TH = first(block(x_TH[None]))[0]
-        routing, _ = route(x_TH, *block._gate(), block.spec.router)
+        routing, _ = route(x_TH, *block.spec.read_gate(block), block.spec.router)
         rows = [
             sum(experts[int(e)](x) * w for e, w in zip(ids, weights, strict=True))
             for x, ids, weights in zip(x_TH, routing.ids_TK, routing.weights_TK, strict=True)

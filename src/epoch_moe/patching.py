@@ -6,7 +6,7 @@ Nothing is patched at import, no class is changed, and nothing is global: a patc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +28,12 @@ from epoch_moe.follow.scope import FollowedGenerate, Following, follow_generate
 from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.dispatcher import Layout
+from epoch_moe.freshlane.device import compact_for
+from epoch_moe.freshlane.dispatch_kinds import RowLayout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal
 from epoch_moe.patch_report import PatchReport
+from epoch_moe.plan.packed import Compact
 from epoch_moe.plan.patched import inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
@@ -76,6 +78,11 @@ class PatchState:
     def ensure_stacked(self) -> list[ExpertViews]:
         """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
         return [block.weights.ensure() for block in self.blocks.values()]
+
+    def compact_for(self, config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:
+        """What packs the rows of a plan on the device, or None where rows must be lists."""
+        # Experts outside of fast memory are chosen by lists of rows, and so are rows that travel.
+        return compact_for(config, layers) if self.ep is None and self.slot.listener is None else None
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +153,7 @@ def patch(
     block_length: int | None = None,
     editing: bool | None = None,
     ep_group: Any = None,
-    ep_layout: Layout = "sharded",
+    ep_layout: RowLayout = "sharded",
     ep_capacity: int | None = None,
     residency: ResidencyConfig | None = None,
 ) -> PatchReport:
@@ -238,11 +245,12 @@ def patch(
         pick(backend, ExpertWeights(source, spec.layout).outline())
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))
+    dispatcher = None if new.ep is None else new.ep.dispatcher
     for path, module, spec in prepared:
-        block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend, new.ep)
+        block = EpochMoEBlock(module, spec, slot, len(new.blocks), backend, dispatcher)
         new.blocks[path] = block
     if residency is not None and new.blocks:
-        share = None if new.ep is None else new.ep.experts
+        share = None if new.ep is None else new.ep.dispatcher.range.numbers
         new.residency = attach(residency, new.blocks, origin or known_origin(model), share)
         slot.listener = new.residency.clock
     for block in new.blocks.values():
@@ -357,7 +365,7 @@ def patched(
 def _split(
     prepared: list[tuple[str, nn.Module, BlockSpec]],
     group: Any,
-    layout: Layout,
+    layout: RowLayout,
     capacity: int | None,
     describe: Callable[[], dict[str, str]],
 ) -> ExpertParallel:
@@ -368,7 +376,7 @@ def _split(
     num_experts = next(iter(counts.values()))
     ep = ExpertParallel(num_experts, group, layout=layout, capacity=capacity, describe=describe)
     for _, module, spec in prepared:
-        keep_experts(module, spec.layout, spec.experts, ep.experts)
+        keep_experts(module, spec.layout, spec.experts, ep.dispatcher.range.numbers)
     return ep
 
 
@@ -459,10 +467,7 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         peak_extra_bytes=peak,
         updated=updated,
         config=state.config,
-        experts=""
-        if state.ep is None
-        else f"experts {state.ep.experts.start} to {state.ep.experts.stop - 1} on rank {state.ep.ranks.rank} of "
-        f"{state.ep.ranks.world} ({state.ep.layout})",
+        experts="" if state.ep is None else state.ep.summary(),
         residency="" if state.residency is None else state.residency.summary(),
     )
 

@@ -17,11 +17,11 @@ from ep_model import PROMPTS, answers, whole_model
 from helpers import GOLDEN
 
 import epoch_moe
-from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.shard import LocalExperts
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending
-from epoch_moe.freshlane.local import DenseShard
+from epoch_moe.freshlane.lane import ListedLane
+from epoch_moe.freshlane.restore import Restore
 from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
 
@@ -164,17 +164,20 @@ def order_of_events(rank: int, source: str, layout: Any) -> set[tuple[str, ...]]
 
         return call
 
-    def planned(self: EpochMoEBlock, *args: Any) -> Any:
+    def opened(self: ListedLane, *args: Any) -> Any:
         events.clear()
-        out = original(self, *args)
+        original(self, *args)
+
+    def restored(self: ListedLane, *args: Any) -> Any:
+        out = restore(self, *args)
         orders.add(tuple(events))
         return out
 
-    original = EpochMoEBlock._planned
-    EpochMoEBlock._planned = planned  # type: ignore[method-assign]
-    dispatcher.dispatch = noted(dispatcher.dispatch, "dispatch")
-    dispatcher.combine = noted(dispatcher.combine, "return")
-    DenseShard.copy_cached = note(DenseShard.copy_cached, "cached rows")  # type: ignore[method-assign]
+    original, restore = ListedLane.__init__, ListedLane.restore
+    ListedLane.__init__, ListedLane.restore = opened, restored  # type: ignore[method-assign]
+    dispatcher.kind.dispatch = noted(dispatcher.kind.dispatch, "dispatch")
+    dispatcher.kind.combine = noted(dispatcher.kind.combine, "return")
+    Restore.copy_cached = note(Restore.copy_cached, "cached rows")  # type: ignore[method-assign]
     for block in model._epoch_moe.blocks.values():
         block.shared_experts.forward = note(block.shared_experts.forward, "shared expert")
     answers(model, PROMPTS[:1], EpochConfig())

@@ -20,8 +20,8 @@ from ep_model import PROMPTS, answers, whole_model
 from helpers import GOLDEN
 
 import epoch_moe
-from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.plan.context import BlockPlanContext
 
@@ -135,7 +135,7 @@ def lost(rank: int, victim: int, how: str, timeout: float, folder: str) -> None:
     group = dist.new_group()
     model = whole_model(SOURCE)
     epoch_moe.patch(model, EpochConfig(), ep_group=group)
-    owner, method = (BlockPlanContext, "end_iteration") if how == "killed" else (EpochMoEBlock, "_run_local")
+    owner, method = (BlockPlanContext, "end_iteration") if how == "killed" else (ExpertWeights, "compute")
     original, seen = getattr(owner, method), []
     began = 0.0
 

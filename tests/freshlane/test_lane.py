@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epoch_moe.experts.worklist import build_worklist, combine, tree_sum
-from epoch_moe.freshlane.local import DenseShard, pick, restore
+from epoch_moe.freshlane.restore import Restore, pack, restore
 from epoch_moe.plan.packed import ListedRows, list_rows
 from epoch_moe.plan.rules import RowMasks, RowPlaces
 from epoch_moe.routing import NO_EXPERT
@@ -125,13 +125,13 @@ def test_restore_gives_each_row_its_own_output(lead: int, words: list[str], pois
                 before[m] = cache_MH[m] = float("nan")
         halves, cache_of_halves = [], cache_MH.clone()
         for given_TH in (None, torch.full_like(x_TH, float("nan"))):
-            shard = DenseShard(rows, cache_of_halves, given_TH)
+            shard = Restore(rows, cache_of_halves, given_TH)
             shard.copy_cached()
-            halves.append(shard.finish(pick(x_TH, rows) + 100))
+            halves.append(shard.finish(pack(x_TH, rows) + 100))
             assert given_TH is None or halves[-1] is given_TH
             if given_TH is None:
                 cache_of_halves = cache_MH.clone()
-        out_TH = restore(pick(x_TH, rows) + 100, rows, cache_MH)
+        out_TH = restore(pack(x_TH, rows) + 100, rows, cache_MH)
         assert all(torch.equal(half, out_TH) for half in halves)
         assert torch.equal(cache_of_halves.nan_to_num(-1), cache_MH.nan_to_num(-1))
         for t, kind in enumerate(kinds):
@@ -149,7 +149,7 @@ def test_the_cache_is_read_before_it_is_written() -> None:
     rows = row_plan(1, 2, 0, ["store", "reuse"])
     rows.reuse_src[0] = rows.store_dst[0]  # no row plan reads what it writes; the order is promised all the same
     cache_MH = torch.ones(2, 2)
-    shard = DenseShard(rows, cache_MH)
+    shard = Restore(rows, cache_MH)
     shard.copy_cached()
     shard.copy_cached()
     assert torch.equal(cache_MH, torch.ones(2, 2))

@@ -10,7 +10,7 @@ from aot.compiler import compile_elsewhere
 
 from epoch_moe.experts.worklist import build_worklist
 from epoch_moe.experts.worklist import combine as torch_combine
-from epoch_moe.freshlane.local import restore as torch_restore
+from epoch_moe.freshlane.restore import restore as torch_restore
 from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.combine_restore_reference import (
     combine_reference,

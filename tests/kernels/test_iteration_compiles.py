@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.freshlane.device import DeviceSelection, planned_lane
+from epoch_moe.freshlane.device import DeviceSelection, restore_padded, run_padded
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.plan.packed import pad_rows
 from epoch_moe.plan.rules import RowClasses, RowPlaces, cached_rows, decide_rows
@@ -34,8 +34,9 @@ def layer(
     state = SupportState(fixed=True, support_GE=support_BE, short_G=short_B)
     by = DeviceSelection(scores, None, SPEC, config, rows, x_TH.dtype)
     routing = route_fresh(scores, SPEC, rows, state, config, cold=False, dtype=x_TH.dtype, by=by)
-    out_TH, counts_E = planned_lane(x_TH, rows, routing, stacked, cache_MH)
-    return out_TH, counts_E, rows.count
+    pairs_PH, worklist = run_padded(x_TH, rows, routing, stacked)
+    out_TH = restore_padded(pairs_PH, rows, worklist, routing.weights_TK, cache_MH)
+    return out_TH, worklist.counts_E, rows.count
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, ExpertViews, Tensor, Tensor, Tensor]:

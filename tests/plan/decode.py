@@ -6,17 +6,19 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+import pytest
 import torch
-from helpers import GOLDEN, additive
+from helpers import GOLDEN, additive, relative_error
 from lsp_oracle import MASK, Forward, random_decode
 from torch import Tensor
 
 import epoch_moe
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
+from epoch_moe.freshlane.lane import DenseLane, ListedLane
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
@@ -171,3 +173,26 @@ def plant_nan(plan: BlockPlan, number: int) -> None:
     for layer in plan.layers:
         assert layer.cache_MH is not None
         layer.cache_MH[plan.stamps_M == NO_TOKEN] = float("nan")
+
+
+def check_fresh_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compare each layer's fresh rows under a plan with a dense layer on its input; returns how many there were."""
+    route, restore, checked = ListedLane.route, ListedLane.restore, []
+    inputs: dict[int, Tensor] = {}
+
+    def routed(lane: ListedLane, x_TH: Tensor) -> object:
+        inputs[id(lane)] = x_TH
+        return route(lane, x_TH)
+
+    def restored(lane: ListedLane, y_RH: Tensor) -> Tensor:
+        out_TH, x_TH = restore(lane, y_RH), inputs.pop(id(lane))
+        groups = lane.rows.places.groups
+        dense = DenseLane(replace(lane.visit, forward=None), (groups, x_TH.shape[0] // groups))
+        want_TH = dense.restore(dense.run(*dense.route(x_TH)))
+        checked.append(lane.rows.num_fresh)
+        assert relative_error(out_TH[lane.rows.fresh_R], want_TH[lane.rows.fresh_R]) < 1e-5
+        return out_TH
+
+    monkeypatch.setattr(ListedLane, "route", routed)
+    monkeypatch.setattr(ListedLane, "restore", restored)
+    return checked

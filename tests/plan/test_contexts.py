@@ -12,7 +12,7 @@ from decode import MASK_ID, Decode, dense, make_decode, moe_blocks, patched_mode
 from helpers import relative_error
 from torch import Tensor
 
-import epoch_moe.block
+import epoch_moe.experts.weights
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.views import ExpertViews
@@ -124,11 +124,11 @@ def test_counters_equal_a_recount(
     calls: list[tuple[Tensor, int]] = []
     rows_seen: list[int] = []
 
-    def spy(x_RH: Tensor, ids_RK: Tensor, *args: object) -> Tensor:
+    def spy(x_RH: Tensor, ids_RK: Tensor, *args: object, **kwargs: object) -> Tensor:
         calls.append((ids_RK.clone(), x_RH.shape[0]))
-        return run_experts(x_RH, ids_RK, *args)  # type: ignore[arg-type]
+        return run_experts(x_RH, ids_RK, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(epoch_moe.block, "run_experts", spy)
+    monkeypatch.setattr(epoch_moe.experts.weights, "run_experts", spy)
     decode = make_decode(6, all_valid=config is None)
     context = BlockPlanContext(model._epoch_moe, config)
     list(planned(model, decode, None, context=context))

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode import LAYOUTS, Inputs, dense, make_decode, moe_blocks, patched_model, plain_model, planned, plant_nan
+from decode import (
+    LAYOUTS,
+    Inputs,
+    check_fresh_rows,
+    dense,
+    make_decode,
+    moe_blocks,
+    patched_model,
+    plain_model,
+    planned,
+    plant_nan,
+)
 from helpers import relative_error
 from torch import Tensor
 
-from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,18 +97,7 @@ def test_uninitialised_memory_is_never_read(
 
 @pytest.mark.parametrize("interval", [None, 3])
 def test_fresh_rows_are_exact_given_their_inputs(interval: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = EpochMoEBlock._planned
-    checked = []
-
-    def spy(self: EpochMoEBlock, x_TH: Tensor, forward: object, step: object, *rest: object) -> Tensor:
-        out_TH = original(self, x_TH, forward, step, *rest)  # type: ignore[arg-type]
-        want_TH, _ = self._dense(x_TH.view(step.rows.places.groups, -1, x_TH.shape[1]), None)  # type: ignore[attr-defined]
-        fresh_R = step.rows.fresh_R  # type: ignore[attr-defined]
-        checked.append(fresh_R.numel())
-        assert relative_error(out_TH[fresh_R], want_TH[fresh_R]) < 1e-5
-        return out_TH
-
-    monkeypatch.setattr(EpochMoEBlock, "_planned", spy)
+    checked = check_fresh_rows(monkeypatch)
     decode = make_decode(4, prefix=6)
     config = EpochConfig(coverage=None, refresh_interval=interval)
     assert len(list(planned(patched_model(), decode, config))) == 7

@@ -14,7 +14,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.run import pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.worklist import build_worklist
-from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.restore import pack, restore
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.rules import RowPlaces
@@ -55,7 +55,7 @@ def warm_layer(config: EpochConfig, device: str) -> torch.Tensor:
     )
     supports = BATCH if config.support_scope == "sequence" else 1
     state = SupportState(support_GE=torch.ones(supports, EXPERTS, dtype=torch.bool, device=device))
-    x_RH = pick(values(BATCH * SEQ, HIDDEN), rows)
+    x_RH = pack(values(BATCH * SEQ, HIDDEN), rows)
     scores = router_scores(router_logits(x_RH, values(EXPERTS, HIDDEN), SPEC), values(EXPERTS).float(), SPEC)
     routing = route_fresh(scores, SPEC, rows, state, config, cold=False, dtype=x_RH.dtype)
     counters = Counters(1, [1])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode import Inputs, dense, make_decode, patched_model, plain_model, planned, plant_nan
+from decode import Inputs, check_fresh_rows, dense, make_decode, patched_model, plain_model, planned, plant_nan
 from helpers import additive, relative_error
-from torch import Tensor
 
-from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.context import BlockPlanContext
 
@@ -58,17 +56,7 @@ def test_pools_follow_positions_and_padding_does_not_vote(config: EpochConfig | 
 @pytest.mark.parametrize("interval", [None, 3])
 def test_fresh_rows_are_exact_given_their_inputs(interval: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stable rows vote with what they are now: a fresh row's pool is that of a dense layer on the same input."""
-    original, checked = EpochMoEBlock._planned, []
-
-    def spy(self: EpochMoEBlock, x_TH: Tensor, forward: object, step: object, *rest: object) -> Tensor:
-        out_TH = original(self, x_TH, forward, step, *rest)  # type: ignore[arg-type]
-        want_TH, _ = self._dense(x_TH.view(step.rows.places.groups, -1, x_TH.shape[1]), None)  # type: ignore[attr-defined]
-        fresh_R = step.rows.fresh_R  # type: ignore[attr-defined]
-        checked.append(fresh_R.numel())
-        assert relative_error(out_TH[fresh_R], want_TH[fresh_R]) < 1e-5
-        return out_TH
-
-    monkeypatch.setattr(EpochMoEBlock, "_planned", spy)
+    checked = check_fresh_rows(monkeypatch)
     decode = make_decode(4, prefix=8, all_valid=True).without_leads()
     assert len(list(planned(patched_model(NAME), decode, EpochConfig(refresh_interval=interval)))) == 7
     assert len(checked) == 14 and min(checked) < max(checked)

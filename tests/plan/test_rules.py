@@ -12,7 +12,7 @@ from lsp_oracle import MASK, Forward, Oracle, random_decode
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.freshlane.local import pick, restore
+from epoch_moe.freshlane.restore import pack, restore
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
@@ -130,7 +130,7 @@ def test_a_restored_row_was_computed_for_this_token_in_this_place(decode: tuple[
             [[b, s - forward.lead, forward.ids[b][s], number] for b in range(oracle.batch) for s in range(seq_len)],
             dtype=torch.float32,
         )
-        out_TH = restore(pick(label_TH, rows).clone(), rows, cache_MH)
+        out_TH = restore(pack(label_TH, rows).clone(), rows, cache_MH)
         for t, (b, n, token, when) in enumerate(out_TH.tolist()):
             s = t % seq_len
             if not forward.valid[t // seq_len][s]:

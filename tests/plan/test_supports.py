@@ -10,7 +10,7 @@ from decode import LAYOUTS, MASK_ID, dense, make_decode, patched_model, plain_mo
 from helpers import relative_error
 from torch import Tensor
 
-import epoch_moe.block
+import epoch_moe.freshlane.lane
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
@@ -47,7 +47,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Routed]:
         )
         return routing
 
-    monkeypatch.setattr(epoch_moe.block, "route_fresh", spy)
+    monkeypatch.setattr(epoch_moe.freshlane.lane, "route_fresh", spy)
     return log
 
 

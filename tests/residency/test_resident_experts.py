@@ -23,8 +23,13 @@ from epoch_moe.residency.sources import ResidencyError
 E, F, H = 12, 32, 64
 
 
+def run(experts: ResidentExperts, x: Tensor, ids: Tensor, weights: Tensor, backend: str) -> Tensor:
+    return experts.compute(x, ids, weights, experts.ensure(), backend=backend)[0]  # type: ignore[arg-type]
+
+
+
 class Experts(nn.Module):
-    """ExpertViews parameters, as dFactory holds them."""
+    """Stacked parameters, as dFactory holds them."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -81,7 +86,7 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, policy: str, slots:
             ids, weights = routing(rows, top_k, generator)
             for backend in ("grouped", "loop"):
                 expected = run_experts(x, ids, weights, layer.all, backend)  # type: ignore[arg-type]
-                assert torch.equal(experts.run(x, ids, weights, backend, None), expected)
+                assert torch.equal(run(experts, x, ids, weights, backend), expected)
     counts = experts.placement.counts
     assert counts.demanded == counts.hits + counts.misses > 0
     assert (counts.hits == 0) == (slots == 0)
@@ -103,7 +108,7 @@ def test_other_ways_to_the_same_bits(
             x = torch.randn(9, H, generator=generator).to(dtype)
             ids, weights = routing(9, 4, generator)
             expected = run_experts(x, ids, weights, layer.all, "grouped")
-            assert torch.equal(layer.weights.run(x, ids, weights, "auto", None), expected)
+            assert torch.equal(run(layer.weights, x, ids, weights, "auto"), expected)
     counts = layer.weights.counts
     assert (counts.file_bytes > 0) == ("tier" not in options)
     assert (layer.weights.placement.counts.loads == 0) == (options.get("miss") == "compute")
@@ -116,7 +121,7 @@ def test_all_rows_at_one_expert_and_no_pair_at_all(tmp_path: Path) -> None:
         for ids in (torch.full((11, 1), 7), torch.full((11, 2), -1)):
             weights = torch.rand(ids.shape)
             expected = run_experts(x, ids, weights, layer.all, "grouped")
-            assert torch.equal(layer.weights.run(x, ids, weights, "auto", None), expected)
+            assert torch.equal(run(layer.weights, x, ids, weights, "auto"), expected)
 
 
 def test_a_read_that_fails_ends_the_forward_and_spoils_nothing(
@@ -141,12 +146,12 @@ def test_a_read_that_fails_ends_the_forward_and_spoils_nothing(
             calls.clear()
             layer.weights.placement.forget(range(E))
             with pytest.raises(ResidencyError, match="Input/output error"):
-                layer.weights.run(x, first, weights, "auto", None)
+                run(layer.weights, x, first, weights, "auto")
             assert layer.weights.placement.resident == [0]  # what had arrived
             monkeypatch.setattr(os, "preadv", original)
             for wanted in (first, ids):
                 expected = run_experts(x, wanted, weights, layer.all, "grouped")
-                assert torch.equal(layer.weights.run(x, wanted, weights, "auto", None), expected)
+                assert torch.equal(run(layer.weights, x, wanted, weights, "auto"), expected)
 
 
 def test_what_stands_for_all_experts_has_no_values_to_compute_with(tmp_path: Path) -> None:
@@ -167,9 +172,9 @@ def test_gradients_and_foreign_backends_are_refused(tmp_path: Path) -> None:
     (layer,) = resident(tmp_path, budget=0.5)
     x, ids, weights = torch.randn(2, H, requires_grad=True), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     with pytest.raises(RuntimeError, match=r"layers\.0\.mlp .*no backward pass"):
-        layer.weights.run(x, ids, weights, "auto", None)
+        run(layer.weights, x, ids, weights, "auto")
     with torch.no_grad(), pytest.raises(ValueError, match="backend='reference' reads all experts"):
-        layer.weights.run(x, ids, weights, "reference", None)
+        run(layer.weights, x, ids, weights, "reference")
 
 
 def test_parameters_leave_and_come_back(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.experts.worklist import GROUPS, Worklist, build_worklist, combine
 from epoch_moe.precision import autocast_dtype, product_dtype
 
@@ -201,13 +200,6 @@ def run_experts(
         x_PH = x_PH.masked_fill(behind_P.unsqueeze(-1), 0.0)
     pairs_PH = segments(x_PH, stacked, None, worklist.ends_E)
     return combine(pairs_PH, weights_RK, worklist, dtype)
-
-
-def run_layer(weights: ExpertWeights, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-    """`run_experts` on a layer's own weights, as linear layers compute them: differentiable, in autocast's dtype."""
-    stacked = weights.differentiable() if torch.is_grad_enabled() else weights.ensure()
-    x_RH = x_RH.to(product_dtype(x_RH))
-    return run_experts(x_RH, ids_RK, weights_RK, stacked, pick_backend("auto", stacked, x_RH, weights_RK))
 
 
 _Segments = Callable[[Tensor, ExpertViews, "list[int] | None", Tensor], Tensor]

@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.bypassed import Untouched
 from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
+from epoch_moe.experts.run import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.views import ExpertViews
+from epoch_moe.precision import product_dtype
 
 __all__ = ["PROJECTIONS", "ExpertWeights"]
 
@@ -153,6 +155,47 @@ class ExpertWeights:
             _StackedView.apply(stacked.gate_up_E2FH, self.layout.gate_up_places, *gate_up_params),
             _StackedView.apply(stacked.down_EHF, self.layout.down_places, *down_params),
         )
+
+    def compute(
+        self,
+        x_NH: Tensor,
+        ids_NK: Tensor,
+        weights_NK: Tensor,
+        views: ExpertViews,
+        *,
+        backend: Backend = "auto",
+        part: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+        tell: Callable[[], Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted sum of each row's experts ``[N,H]``, and pairs per expert (int64 ``[E]``).
+
+        Args:
+            x_NH, ids_NK, weights_NK: rows, their experts and weights, as `run_experts` takes them.
+            views: as `ensure` or `differentiable` gave them for this forward.
+            backend: as configured, see `pick_backend`.
+            part, dtype: see `run_experts`.
+            tell: called with nothing, first.
+        """
+        if tell is not None:
+            tell()
+        picked = pick_backend(backend, views, x_NH, weights_NK)
+        worklist = worklist_for(picked, x_NH, ids_NK, views, part)
+        return run_experts(x_NH, ids_NK, weights_NK, views, picked, worklist, dtype=dtype), worklist.counts_E
+
+    def as_linear(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """`compute` as linear layers do: differentiable, in autocast's dtype; ``[T,H]``."""
+        views = self.differentiable() if torch.is_grad_enabled() else self.ensure()
+        return self.compute(x_TH.to(product_dtype(x_TH)), ids_TK, weights_TK, views)[0]
+
+    def follow(self, fn: Callable[[Tensor], Tensor], move: Callable[[], object]) -> None:
+        """`nn.Module._apply` of a block: ``move()`` applies ``fn`` to its parameters, stacked tensors follow."""
+        move()
+        self.release()  # else the old storage lives on beside the new one until the next forward
+
+    def refused(self, what: str) -> RuntimeError | None:
+        """The error of what needs all experts as tensors: None, they are here."""
+        return None
 
     def check(self) -> None:
         """Refuse weights that cannot be stacked, quoting the first offender; see `Layout.check`."""

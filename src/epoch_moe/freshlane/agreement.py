@@ -65,7 +65,7 @@ def describe_model(model: nn.Module, blocks: Mapping[str, Any]) -> dict[str, str
     gates = {
         f"{path} {place}": tensor
         for path, block in blocks.items()
-        for place, tensor in enumerate(block._gate())
+        for place, tensor in enumerate(block.spec.read_gate(block))
         if tensor is not None
     }
     apart = {id(tensor) for tensor in gates.values()}

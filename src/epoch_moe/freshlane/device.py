@@ -17,8 +17,12 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.device import device_worklist, pair_outputs
 from epoch_moe.experts.run import pick_backend
 from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.worklist import Worklist
+from epoch_moe.freshlane.lane import Visit, route_packed
+from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.support import Chosen
+from epoch_moe.precision import product_dtype
 from epoch_moe.routing import RouterSpec, Routing, Scores
 
 
@@ -95,26 +99,79 @@ class DeviceSelection:
         )
 
 
-def planned_lane(
-    x_TH: Tensor, rows: PaddedRows, routing: Routing, stacked: ExpertViews, cache_MH: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Experts of the packed rows, and the dense shard ``[T,H]``; writes the cache.
+class PaddedLane:
+    """The fresh rows of a plan on the device, see `epoch_moe.freshlane.lane.Lane`.
 
     Args:
-        x_TH: all rows of the forward; the kernels gather the packed ones.
+        visit: the layer and the forward.
+        step: what happens to the rows.
+
+    Raises:
+        RuntimeError: somebody listens to the routing, which takes rows as lists.
+    """
+
+    router_output = None
+
+    def __init__(self, visit: Visit, step: LayerStep):
+        assert isinstance(step.rows, PaddedRows) and step.state.cache_MH is not None
+        if visit.listener is not None:
+            raise RuntimeError("recording was begun within a block of backend='triton': begin it between blocks")
+        self.visit, self.step, self.rows, self.cache_MH = visit, step, step.rows, step.state.cache_MH
+
+    def route(self, x_TH: Tensor) -> tuple[Tensor, Routing]:
+        """See `Lane`. The rows are not packed: the product gathers them."""
+        visit = self.visit
+        assert isinstance(visit.forward, ForwardPlan)
+        config, dtype = visit.forward.config, x_TH.dtype
+
+        def by_kernels(scores: Scores, pools_RE: Tensor | None) -> DeviceSelection:
+            return DeviceSelection(scores, visit.bias_E, visit.router, config, self.rows, dtype, pools_RE)
+
+        _, routing = route_packed(visit, self.step, x_TH, by_kernels)
+        return x_TH, routing
+
+    def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
+        """The output of each pair, in expert order: weights are applied where rows are restored."""
+        forward, self._dtype = self.visit.forward, product_dtype(x_TH)
+        assert isinstance(forward, ForwardPlan)
+        pairs_PH, self._worklist = run_padded(x_TH.to(self.cache_MH.dtype), self.rows, routing, self.visit.views)
+        self._weights_RK = routing.weights_TK
+        forward.counters.add_layer(self.visit.index, self.rows.count, self._worklist.counts_E)
+        return pairs_PH
+
+    def restore(self, pairs_PH: Tensor) -> Tensor:
+        """See `Lane`."""
+        out_TH = restore_padded(pairs_PH, self.rows, self._worklist, self._weights_RK, self.cache_MH)
+        return out_TH.to(self._dtype)
+
+
+def run_padded(x_TH: Tensor, rows: PaddedRows, routing: Routing, views: ExpertViews) -> tuple[Tensor, Worklist]:
+    """Experts of the packed rows, pair by pair: ``[P,H]`` in the worklist's order, and the worklist.
+
+    Args:
+        x_TH: all rows of the forward, in the experts' dtype; the kernels gather the packed ones.
         rows: what happens to each row.
         routing: of the packed rows.
-        stacked: the experts.
-        cache_MH: of the layer; entries that no row names are neither read nor written.
+        views: the experts.
+    """
+    x_TH = x_TH.contiguous()
+    worklist = device_worklist(x_TH, routing.ids_TK, views, rows.count)
+    return pair_outputs(x_TH, rows.fresh_R, worklist, views, routing.ids_TK.shape[1]), worklist
 
-    Returns:
-        The shard, and pairs per expert (int64 ``[E]``).
+
+def restore_padded(
+    pairs_PH: Tensor, rows: PaddedRows, worklist: Worklist, weights_RK: Tensor, cache_MH: Tensor
+) -> Tensor:
+    """The dense shard ``[T,H]`` from pairs and cache; writes the cache.
+
+    Args:
+        pairs_PH, worklist: as `run_padded` gives them.
+        rows: what happens to each row.
+        weights_RK: of the packed rows.
+        cache_MH: of the layer; entries that no row names are neither read nor written.
     """
     from epoch_moe.kernels.combine_restore import combine_restore
 
-    x_TH = x_TH.to(cache_MH.dtype).contiguous()
-    worklist = device_worklist(x_TH, routing.ids_TK, stacked, rows.count)
-    pairs_PH = pair_outputs(x_TH, rows.fresh_R, worklist, stacked, routing.ids_TK.shape[1])
-    out_TH = torch.empty_like(x_TH)
-    combine_restore(pairs_PH, worklist.rank_RK, routing.weights_TK, rows.source_T, rows.store_R, cache_MH, out_TH)
-    return out_TH, worklist.counts_E
+    out_TH = cache_MH.new_empty(rows.total, cache_MH.shape[1])
+    combine_restore(pairs_PH, worklist.rank_RK, weights_RK, rows.source_T, rows.store_R, cache_MH, out_TH)
+    return out_TH

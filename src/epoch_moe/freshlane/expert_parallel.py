@@ -1,4 +1,4 @@
-"""Expert parallelism of one model: its dispatcher, the ranks' turns, and supports that all ranks share.
+"""Expert parallelism of one model: its dispatcher, and the ranks' turns.
 
 Every rank must join every collective, and ranks have different work: other numbers of sequences, blocks and iterations,
 or none at all. Before each forward they therefore take a turn: each says what it would do next, the most urgent of it
@@ -11,7 +11,6 @@ Shape suffixes: R rows, K top-k, P ranks, W voting rows, E experts, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,22 +20,9 @@ from torch import Tensor
 from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.agreement import plan_number
 from epoch_moe.freshlane.collectives import ExpertParallelError, Ranks
-from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher, Layout
-
-RunLocal = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Turn(IntEnum):
-    """What a rank would do next, the more urgent the higher.
-
-    With a support for the whole batch, all ranks begin a block together: those that are done with theirs wait for the
-    others' iterations.
-    """
-
-    DONE = 0
-    BEGIN = 1
-    PREFILL = 2
-    ITERATION = 3
+from epoch_moe.freshlane.dispatch_kinds import RowLayout
+from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
+from epoch_moe.plan.turns import Turn
 
 
 class ExpertParallel:
@@ -60,7 +46,7 @@ class ExpertParallel:
         num_experts: int,
         group: Any,
         *,
-        layout: Layout = "sharded",
+        layout: RowLayout = "sharded",
         capacity: int | None = None,
         describe: Callable[[], dict[str, str]] = dict,
     ):
@@ -73,69 +59,23 @@ class ExpertParallel:
     @property
     def ranks(self) -> Ranks:
         """The group."""
+        assert self.dispatcher.ranks is not None
         return self.dispatcher.ranks
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Of rows over ranks."""
         return self.dispatcher.layout
 
-    @property
-    def experts(self) -> range:
-        """Numbers of this rank's experts."""
-        first = self.dispatcher.first_expert
-        return range(first, first + self.dispatcher.local_experts)
+    def summary(self) -> str:
+        """Which experts are here, for `PatchReport`."""
+        here = self.dispatcher.range.numbers
+        where = f"rank {self.ranks.rank} of {self.ranks.world} ({self.layout})"
+        return f"experts {here.start} to {here.stop - 1} on {where}"
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """The first of them, and how many experts a layer has."""
-        return self.dispatcher.first_expert, self.dispatcher.num_experts
-
-    def refused(self, what: str) -> RuntimeError:
-        """The error of everything that needs all experts, or that would take the group of ranks along."""
-        here = self.experts
-        return RuntimeError(
-            f"{what} is refused: rank {self.ranks.rank} of {self.ranks.world} holds experts {here.start} to "
-            f"{here.stop - 1} of {self.dispatcher.num_experts} only, and its group of processes. Use the checkpoint "
-            "that the model comes from, or a model loaded without ep_group"
-        )
-
-    def __reduce__(self) -> Any:
-        raise self.refused("copying or pickling a model whose experts are split over ranks")
-
-    def run(
-        self,
-        x_RH: Tensor,
-        ids_RK: Tensor,
-        weights_RK: Tensor,
-        run_local: RunLocal,
-        *,
-        name: str,
-        meanwhile: Callable[[], None] | None = None,
-        meanwhile_back: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Routed experts of some rows, wherever the experts are: ``[R,H]``.
-
-        Args:
-            x_RH, ids_RK, weights_RK: as `FreshLaneDispatcher.dispatch` takes them.
-            run_local: ``(x_NH, local ids, weights) -> [N,H]``, fp32, with this rank's experts.
-            name: of the layer, for errors.
-            meanwhile: what can be computed while rows travel to their experts (replicated: while sums come back, as
-                no row travels).
-            meanwhile_back: what can be done while sums come back.
-        """
-        pending = self.dispatcher.dispatch(x_RH, ids_RK, weights_RK, name=name)
-        if meanwhile is not None and self.layout == "sharded":
-            meanwhile()
-        arrived = pending.wait()
-        y_NH = run_local(arrived.x_NH, arrived.ids_NK, arrived.weights_NK)
-        returning = self.dispatcher.combine(y_NH, arrived.handle)
-        if meanwhile is not None and self.layout == "replicated":
-            meanwhile()
-        if meanwhile_back is not None:
-            meanwhile_back()
-        y_RH: Tensor = returning.wait()
-        return y_RH
+    def check_capacity(self) -> None:
+        """Before a decoder reads a forward's logits: did every row reach its experts?"""
+        self.dispatcher.check_capacity()
 
     def agree_once(self) -> None:
         """Before the first forward: refuse ranks whose models or settings differ.
@@ -191,43 +131,6 @@ class ExpertParallel:
                 "time: give all of them the same, and end one decode (or `in_step`) before the next one has another"
             )
         return decoding[0][1] if decoding else config
-
-
-class SharedSupport:
-    """The exchange behind one support for all ranks' sequences.
-
-    Args:
-        ranks: the group.
-        name: of the layer, for errors.
-    """
-
-    def __init__(self, ranks: Ranks, name: str):
-        self.ranks, self.name = ranks, name
-
-    def gather(self, selection_WE: Tensor, weights_WE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All ranks' voting rows in rank order: their scores, weights, and which of the rows are there (padding)."""
-        count = selection_WE.new_tensor([selection_WE.shape[0]], dtype=torch.int64)
-        most = int(self.ranks.maximum(count, f"{self.name}: number of voting rows"))
-        pad = (0, 0, 0, most - selection_WE.shape[0])
-        here_W1 = torch.nn.functional.pad(torch.ones_like(selection_WE[:, :1]), pad)
-        rows = torch.cat(
-            [torch.nn.functional.pad(part, pad) for part in (selection_WE, weights_WE)] + [here_W1], dim=1
-        )
-        everyone = self.ranks.all_gather(rows, f"{self.name}: scores of voting rows").wait()
-        num_experts = selection_WE.shape[1]
-        return everyone[:, :num_experts], everyone[:, num_experts : 2 * num_experts], everyone[:, -1] > 0
-
-    def union(self, experts_E: Tensor) -> Tensor:
-        """Experts that any rank named: bool ``[E]``."""
-        return self.ranks.maximum(experts_E.to(torch.int32), f"{self.name}: experts that join the support") > 0
-
-    def total(self, values: Tensor) -> Tensor:
-        """Sum over ranks, elementwise, in rank order."""
-        everyone = self.ranks.all_gather(values.unsqueeze(0), f"{self.name}: coverage of the support").wait()
-        out = torch.zeros_like(values)
-        for part in everyone:
-            out = out + part
-        return out
 
 
 def world_group() -> Any:

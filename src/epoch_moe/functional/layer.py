@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.checks import FLOAT_DTYPES, MOST, instance, tensor, whole, wrong
-from epoch_moe.freshlane.local import restore
+from epoch_moe.freshlane.restore import restore
 from epoch_moe.functional.moe import share_memory
 from epoch_moe.plan.keyed import FreshRows, RowKeys, RowStore
 from epoch_moe.plan.support import route_fresh, uses_support

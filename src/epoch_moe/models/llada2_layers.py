@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from epoch_moe.experts.run import run_layer
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.layers import RMSNorm, SwiGLU, attend, rotate
 from epoch_moe.models.llada2_config import LLaDA2MoeConfig
@@ -81,7 +80,7 @@ class LLaDA2MoeSparseMoeBlock(nn.Module):
         batch, seq_len, hidden = hidden_states.shape
         ids_TK, weights_TK, logits_TE = self.gate(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden)
-        out = run_layer(self._weights, x_TH, ids_TK, weights_TK).view(batch, seq_len, hidden)
+        out = self._weights.as_linear(x_TH, ids_TK, weights_TK).view(batch, seq_len, hidden)
         if self.config.num_shared_experts:
             out = out + self.shared_experts(hidden_states)
         logits_BSE = logits_TE.view(batch, seq_len, self.gate.num_experts)

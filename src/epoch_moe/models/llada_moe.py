@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
-from epoch_moe.experts.run import run_layer
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import one_prompt, released_arguments
@@ -62,7 +61,7 @@ class LLaDAMoESparseMoeBlock(nn.Module):
         with without_autocast(x_TH):
             logits_TE = self.gate(x_TH).float()
         routing = choose(router_scores(logits_TE, self.expert_bias, self.spec), self.spec, x_TH.dtype)
-        return run_layer(self._weights, x_TH, routing.ids_TK, routing.weights_TK).view(hidden_states.shape)
+        return self._weights.as_linear(x_TH, routing.ids_TK, routing.weights_TK).view(hidden_states.shape)
 
 
 class LLaDAMoEAttention(nn.Module):

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from epoch_moe.checks import choice, flag, instance, whole
 from epoch_moe.experts.layouts import LayoutName
-from epoch_moe.freshlane.dispatcher import Layout
-from epoch_moe.freshlane.expert_parallel import ExpertParallel
+from epoch_moe.freshlane.collectives import Ranks
+from epoch_moe.freshlane.dispatch_kinds import ExpertRange, RowLayout
 from epoch_moe.models.checkpoint import CONFIG_NAME, check_keys, check_sizes, read_config, tokenizer_files
 from epoch_moe.models.config_fields import own_fields
 from epoch_moe.models.generation import read_generation_config
@@ -80,7 +80,7 @@ def load_model(
     revision: str | None = None,
     local_files_only: bool = False,
     ep_group: Any = None,
-    ep_layout: Layout = "sharded",
+    ep_layout: RowLayout = "sharded",
     ep_capacity: int | None = None,
     residency: ResidencyConfig | None = None,
 ) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def load_model(
     weights_dtype = requested_dtype or _stored_dtype(folder, headers)
     config.name_or_path = str(folder)
     build = partial(lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation)
-    share = None if ep_group is None else ExpertParallel(config.sizes().experts, ep_group, layout=ep_layout).experts
+    share = None if ep_group is None else ExpertRange.of(config.sizes().experts, Ranks(ep_group)).numbers
     model = load_stacked(folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None)
     model.generation_config = generation_config
     if residency is not None:

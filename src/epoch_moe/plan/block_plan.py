@@ -353,9 +353,9 @@ class ForwardPlan:
             "live": rows.num_voting,
         }
 
-    def valid_of(self, x_BSH: Tensor) -> Tensor | None:
-        """The rows ``[B,S]`` that exist, where they fit a layer's input, else None."""
-        return self.valid_BS if x_BSH.shape[:2] == self.ids_BS.shape else None
+    def valid_of(self, shape: tuple[int, int]) -> Tensor | None:
+        """The rows ``[B,S]`` that exist, where a layer's input has this forward's B and S, else None."""
+        return self.valid_BS if shape == tuple(self.ids_BS.shape) else None
 
     def enter(self, layer: int, x_BSH: Tensor, dtype: torch.dtype, weights: Hashable) -> LayerStep | None:
         """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason).

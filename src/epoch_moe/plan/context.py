@@ -17,14 +17,13 @@ from torch import Tensor
 
 from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, instance, module, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
-from epoch_moe.freshlane.device import compact_for
-from epoch_moe.freshlane.expert_parallel import Turn
 from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
 from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, check_capture
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.recorder import ExpertRecorder
 from epoch_moe.plan.slot import DenseForward, Hold
+from epoch_moe.plan.turns import Turn
 
 LmHeadRows = Literal["live", "block"]
 
@@ -95,9 +94,7 @@ class BlockPlanContext:
         self._open, self._entered = self._patched.slot.hold("a block"), False
         self._shape = batch, window
         if self.config is not None:
-            # Experts outside of fast memory are chosen by lists of rows.
-            alone = self._patched.ep is None and self._patched.slot.listener is None
-            compact = compact_for(self.config, layers) if alone else None
+            compact = self._patched.compact_for(self.config, layers)
             kept, shape = self._kept, (batch, window, prefix, prefix_constant, future)
             if kept is not None and shape in kept and kept[shape].compact is compact:
                 self._plan = kept[shape]
@@ -283,8 +280,8 @@ class BlockPlanContext:
 
     def _check_dispatch(self) -> None:
         """Before a decoder reads a forward's logits: did every row reach its experts?"""
-        if self._patched.ep is not None and self._patched.ep.dispatcher.capacity is not None:
-            self._patched.ep.dispatcher.check_capacity()
+        if self._patched.ep is not None:
+            self._patched.ep.check_capacity()
 
     @contextmanager
     def decode(self) -> Iterator[None]:

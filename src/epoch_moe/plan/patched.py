@@ -11,8 +11,9 @@ from torch import nn
 from epoch_moe.checks import module
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.freshlane.expert_parallel import ExpertParallel
+from epoch_moe.plan.packed import Compact
 from epoch_moe.plan.slot import PlanSlot
+from epoch_moe.plan.turns import Turns
 
 
 class Patched(Protocol):
@@ -20,7 +21,10 @@ class Patched(Protocol):
 
     slot: PlanSlot
     config: EpochConfig | None
-    ep: ExpertParallel | None
+    @property
+    def ep(self) -> Turns | None:
+        """The ranks that the experts are split over; None: all are here."""
+        ...
 
     @property
     def routing_block(self) -> int | None:
@@ -33,6 +37,10 @@ class Patched(Protocol):
 
     def ensure_stacked(self) -> Sequence[ExpertViews]:
         """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
+        ...
+
+    def compact_for(self, config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:
+        """What packs the rows of a plan on the device, or None where rows must be lists."""
         ...
 
     @property

@@ -55,13 +55,13 @@ class DenseForward:
         self.valid_R = None if valid_BS is None else valid_BS.reshape(-1).nonzero().squeeze(1)
         self.num_rows = shape.numel() if self.valid_R is None else self.valid_R.numel()
 
-    def rows_of(self, x_BSH: Tensor) -> Tensor | None:
-        """`valid_R` where it fits a layer's input, else None."""
-        return self.valid_R if x_BSH.shape[:2] == self.shape else None
+    def rows_of(self, shape: tuple[int, int]) -> Tensor | None:
+        """`valid_R` where a layer's input has this forward's B and S, else None."""
+        return self.valid_R if shape == tuple(self.shape) else None
 
-    def valid_of(self, x_BSH: Tensor) -> Tensor | None:
-        """`valid_BS` where it fits a layer's input, else None."""
-        return self.valid_BS if x_BSH.shape[:2] == self.shape else None
+    def valid_of(self, shape: tuple[int, int]) -> Tensor | None:
+        """`valid_BS` where a layer's input has this forward's B and S, else None."""
+        return self.valid_BS if shape == tuple(self.shape) else None
 
 
 class Listener(Protocol):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.run import Backend, pick_segments, segments_of
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.experts.worklist import build_worklist, combine, expert_groups
-from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.slot import DenseForward
+from epoch_moe.experts.worklist import build_worklist, combine, count_pairs, expert_groups
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.loader import LayerCounts, Loader
@@ -136,37 +135,54 @@ class ResidentExperts:
 
     # ------------------------------------------------------------------------------------------------------ a forward
 
-    def run(
+    def compute(
+        self,
+        x_NH: Tensor,
+        ids_NK: Tensor,
+        weights_NK: Tensor,
+        views: ExpertViews,
+        *,
+        backend: Backend = "auto",
+        part: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+        tell: Callable[[], Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What `ExpertWeights.compute` gives with all experts in memory.
+
+        Args:
+            x_NH, ids_NK, weights_NK, part, dtype: see there.
+            views: shapes only, from `ensure`.
+            backend: as configured; resolved for fast memory.
+            tell: gives the `Demand` of these rows; None: the clock is told of rows that belong to no forward.
+
+        Raises:
+            ResidencyError: a missing expert cannot be read.
+        """
+        if torch.is_grad_enabled() and x_NH.requires_grad:
+            self.differentiable()
+        run = torch.compiler.disable(self._run) if torch.compiler.is_compiling() else self._run
+        if tell is None:
+            tell = partial(self.clock.observe, self.index, ids_NK, weights_NK, None)
+        y_NH: Tensor = run(x_NH, ids_NK, weights_NK, backend, part, dtype or x_NH.dtype, tell)
+        return y_NH, count_pairs(ids_NK, self.num_experts)
+
+    def _run(
         self,
         x_RH: Tensor,
         ids_RK: Tensor,
         weights_RK: Tensor,
         backend: Backend,
-        forward: ForwardPlan | DenseForward | None,
-        known_rows: bool = True,
-        part: tuple[int, int] | None = None,
+        part: tuple[int, int] | None,
+        dtype: torch.dtype,
+        tell: Callable[[], Demand],
     ) -> Tensor:
-        """Weighted sum of each row's experts ``[R,H]``, as `run_experts` gives it with all of them in memory.
-
-        Args:
-            x_RH, ids_RK, weights_RK: as for `run_experts`.
-            backend: as requested; resolved for the slots.
-            forward: the forward under way, for the policy.
-            known_rows: the rows are those of ``forward``, and not another rank's.
-            part: as for `build_worklist`; the result is a partial sum then, in fp32.
-
-        Raises:
-            ResidencyError: a missing expert cannot be read.
-        """
-        if torch.is_grad_enabled() and x_RH.requires_grad:
-            self.differentiable()
         segments = segments_of(pick_segments(backend, self.fast))
         with self.clock.turn():
-            demand = self.clock.observe(self.index, ids_RK, weights_RK, forward, known_rows)
+            demand = tell()
             steps = Steps([], [], [])  # rows of other ranks only: no forward of this layer
             if demand.experts:
                 steps = self.placement.plan(demand, self.policy, self.loader.worth_loading)
-            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments, part)
+            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments, part, dtype)
 
     def _carry_out(
         self,
@@ -177,6 +193,7 @@ class ResidentExperts:
         steps: Steps,
         segments: Callable[..., Tensor],
         part: tuple[int, int] | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         counts = self.counts
         slots, slot_of = self.placement.slots, {expert: slot for expert, slot, _ in steps.loads}
@@ -214,7 +231,7 @@ class ResidentExperts:
             # Their slots hold nothing that could be used, or half of it.
             self.placement.forget(expert for expert in slot_of if expert not in arrived)
             raise
-        return combine(out_PH, weights_RK, worklist, x_RH.dtype if part is None else torch.float32)
+        return combine(out_PH, weights_RK, worklist, dtype)
 
     def _compute_missing(
         self,
@@ -319,12 +336,14 @@ class ResidentExperts:
             for (module, name), param in zip(owners, taken, strict=True):
                 module._parameters[name] = param
 
-    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """`nn.Module._apply`: follow the model to another dtype or device.
+    def follow(self, fn: Callable[[Tensor], Tensor], move: Callable[[], object]) -> None:
+        """`nn.Module._apply` of a block: ``move()`` applies ``fn`` to its parameters, and fast memory follows.
 
-        The slots come up empty there. Values are those that a whole model would have: what is read from now on goes
-        through the same conversions.
+        It is empty after that. Values are those that a whole model would have: what is read from now on goes through
+        the same conversions.
         """
+        with self.without_parameters():
+            move()
         one = self.fast.down_EHF.new_zeros(1)
         there = fn(one)
         if there.device.type == "meta":

@@ -1,4 +1,4 @@
-"""The lane on one device: pick the fresh rows, compute them, restore the dense shard.
+"""Both ends of the lane: pack the fresh rows, restore the dense shard.
 
 Shape suffixes: T rows of the forward, R fresh rows, H hidden, M cache entries (B sequences x N window rows).
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 from epoch_moe.plan.packed import ListedRows, PackedRows
 
 
-def pick(x_TH: Tensor, rows: PackedRows) -> Tensor:
+def pack(x_TH: Tensor, rows: PackedRows) -> Tensor:
     """The fresh rows, packed: ``[R,H]``. What padding rows hold means nothing."""
     return x_TH if rows.all_fresh else x_TH.index_select(0, rows.fresh_R)
 
 
-class DenseShard:
-    """Fresh outputs and cached ones in one dense shard ``[T,H]``, in two halves: the cached rows can be copied early.
+class Restore:
+    """Puts fresh and cached outputs into the dense shard ``[T,H]``, in two halves: cached rows can be copied early.
 
     Rows that are neither (padding, finished sequences) come out as zeros. The cache is read before it is written, and
     only at entries whose stamp the row plan has checked: what else lies in it (uninitialised memory) is never touched.
@@ -62,5 +62,5 @@ class DenseShard:
 
 
 def restore(y_RH: Tensor, rows: ListedRows, cache_MH: Tensor, out_TH: Tensor | None = None) -> Tensor:
-    """Both halves of a `DenseShard` at once: ``[T,H]``, written to ``out_TH`` if given; writes the cache."""
-    return DenseShard(rows, cache_MH, out_TH).finish(y_RH)
+    """Both halves of a `Restore` at once: ``[T,H]``, written to ``out_TH`` if given; writes the cache."""
+    return Restore(rows, cache_MH, out_TH).finish(y_RH)
