@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import pickle
+import shutil
 import tempfile
 import time
 import traceback
@@ -13,13 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from processes import start
 
 DEADLINE = 800.0
 """Seconds for one call of `run_ranks`, starting the processes included: a guard against a hang, below pytest's own.
 
-On a busy machine the processes alone take minutes to start. No test may count on a rank being quick.
+On a busy machine the first call alone takes minutes. No test may count on a rank being quick.
 """
 
 
@@ -28,18 +27,8 @@ PRELOAD = ["torch", "torch.distributed", "pytest", "hypothesis", "epoch_moe", "e
 
 
 def _worker(
-    rank: int,
-    world: int,
-    folder: str,
-    environment: dict[str, str],
-    collective_timeout: float,
-    function: Any,
-    args: tuple[Any, ...],
+    rank: int, world: int, folder: str, collective_timeout: float, function: Any, args: tuple[Any, ...]
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)  # the server has that of the first test that started ranks
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     result: tuple[str, Any]
     try:
         dist.init_process_group(
@@ -64,19 +53,8 @@ def start_ranks(
 ) -> tuple[list[Any], Path]:
     """Processes of `function(rank, *args)`, and the folder that their results go to."""
     folder = Path(tempfile.mkdtemp())
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    processes = [
-        context.Process(
-            target=_worker,
-            args=(rank, world, str(folder), dict(os.environ), collective_timeout, function, args),
-            daemon=True,
-        )
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    return processes, folder
+    ranks = range(world)
+    return [start(_worker, rank, world, str(folder), collective_timeout, function, args) for rank in ranks], folder
 
 
 def collect(processes: list[Any], folder: Path, deadline: float = DEADLINE) -> list[tuple[str, Any]]:
@@ -93,6 +71,7 @@ def collect(processes: list[Any], folder: Path, deadline: float = DEADLINE) -> l
     for rank, process in enumerate(processes):
         path = folder / f"result{rank}"
         results.append(pickle.loads(path.read_bytes()) if path.exists() else ("lost", process.exitcode))
+    shutil.rmtree(folder)
     if hanging:
         errors = [value[2] for kind, value in results if kind == "error"]
         raise AssertionError("\n".join([f"ranks {hanging} still ran after {deadline:.0f} s", *errors]))

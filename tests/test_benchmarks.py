@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
@@ -21,7 +22,7 @@ def run(script, *arguments, timeout=600):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(script):
-    done = run(script, "--help", timeout=110)
+    done = run_script(ROOT / "benchmarks" / script, "--help")
     assert done.returncode == 0 and "--json" in done.stdout, done.stderr
 
 
