@@ -38,9 +38,9 @@ from parts.process_memory import AnonymousPeak, status
 from safetensors.torch import save_file
 
 import epoch_moe
+from epoch_moe.experts.layouts import is_expert
 from epoch_moe.models import load_model
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
-from epoch_moe.models.stacked_checkpoint import is_expert
 from epoch_moe.outputs import output_file, write_json
 
 MIB, GB = 2**20, 1e9

@@ -40,8 +40,8 @@ from torch import Tensor
 
 import epoch_moe
 from epoch_moe import EpochConfig, ResidencyConfig
+from epoch_moe.experts.layouts import is_expert
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
-from epoch_moe.models.stacked_checkpoint import is_expert
 from epoch_moe.outputs import output_file, write_json
 
 BLOCK, FORWARDS = 32, 8

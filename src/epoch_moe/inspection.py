@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from epoch_moe.experts.layouts import is_expert
 from epoch_moe.families import describe_block
 from epoch_moe.models.loading import read_checkpoint
-from epoch_moe.models.stacked_checkpoint import is_expert
 from epoch_moe.tensor_files import STORED_DTYPES
 
 _LAYOUT_WORDS = {"per_expert": "one tensor each", "stacked": "stacked by projection", "fused": "fused into w1 and w2"}
@@ -25,8 +25,8 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(path_or_id)
     config = checkpoint.config
     sizes = config.sizes()
-    shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
-    stored = {key: prod(shape) * STORED_DTYPES[dtypes[key]].itemsize for key, shape in shapes.items()}
+    headers = checkpoint.headers.values()
+    stored = {key: prod(h.shape) * STORED_DTYPES[h.dtype].itemsize for key, h in checkpoint.headers.items()}
     expert_bytes = sum(size for key, size in stored.items() if is_expert(key))
     spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
     result: dict[str, Any] = {
@@ -34,11 +34,11 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
         "model_type": config.model_type,
         "architecture": checkpoint.lm_class.__name__,
         "sizes_from": "files" if checkpoint.stored else "config.json, as bf16",
-        "parameters": sum(prod(shape) for shape in checkpoint.shapes.values()),
+        "parameters": sum(prod(header.shape) for header in headers),
         "bytes": sum(stored.values()),
         "expert_bytes": expert_bytes,
         "tensors": len(stored),
-        "stored_dtypes": dict(Counter(checkpoint.dtypes.values())),
+        "stored_dtypes": dict(Counter(header.dtype for header in headers)),
         "layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "vocab_size": sizes.vocab,

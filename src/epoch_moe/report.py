@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from epoch_moe.checks import MOST, instance, whole, wrong
-from epoch_moe.models.sizes import ModelSizes
 from epoch_moe.plan.counters import Counters, Work
 from epoch_moe.tables import Table
 
@@ -47,7 +46,7 @@ def flops(config: Any, work: Work) -> int:
     instance("work", work, Work, "the numbers of a decode, out.counters.read()")
     if not callable(getattr(config, "sizes", None)):
         raise wrong("config", config, "a configuration of this package")
-    sizes: ModelSizes = config.sizes()
+    sizes = config.sizes()
     hidden, layers = sizes.hidden, sizes.layers
     projections = 2 * hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
     return (

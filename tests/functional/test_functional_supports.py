@@ -12,7 +12,7 @@ from helpers import load_golden
 import epoch_moe.functional
 from epoch_moe.config import EpochConfig
 from epoch_moe.functional import RouterSpec, router_spec, supports
-from epoch_moe.models.llada2_config import LLaDA2MoeConfig
+from epoch_moe.models.llada2 import LLaDA2MoeConfig
 
 MINI = {
     "model_type": "llada2_moe",

@@ -127,9 +127,9 @@ def test_config_json_keeps_the_released_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid'.*only softmax"),
-        ({"norm_topk_prob": True}, "norm_topk_prob=True.*only null"),
-        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5.*only 1"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid': expected 'softmax'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob=True: expected False"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5: expected 1"),
         ({"router_num_group": 8}, "router_num_group=8"),
         ({"moe_layer_freq": [1, 1]}, r"moe_layer_freq=\[1, 1\].*each of the 16 layers"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import epoch_moe
 from epoch_moe.models import builtin_checkpoints, load_model, loading, register_auto_classes
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
-from epoch_moe.models.loading import _expected_shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
 NAMES = ("llada2", "llada2_1", "llada2_2_routing", "llada2_bf16")
@@ -215,10 +214,15 @@ def test_rotary_tables_in_the_file_are_ignored(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"num_hidden_layers": 6}, {"first_k_dense_replace": 3}, {"num_hidden_layers": 1}]
 )
-def test_expected_shapes_are_the_models(changes: dict[str, int]) -> None:
+def test_shapes_of_a_configuration_are_the_models(
+    changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = LLaDA2MoeConfig(**(load_golden("llada2").config | changes))
-    model = LLaDA2MoeModelLM(config)
-    assert _expected_shapes(LLaDA2MoeModelLM, config) == {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "locate", lambda *args, **kwargs: tmp_path)  # as a Hub checkpoint's JSON files come
+    found = loading.read_checkpoint("owner/name")
+    want = {key: tuple(tensor.shape) for key, tensor in LLaDA2MoeModelLM(config).state_dict().items()}
+    assert not found.stored and {key: header.shape for key, header in found.headers.items()} == want
 
 
 def test_attention_choice() -> None:
@@ -246,7 +250,7 @@ def test_tokenizer(checkpoint: Path) -> None:
 
 
 def test_builtin_names(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "CHECKPOINTS", checkpoint.parent)
+    monkeypatch.setattr("epoch_moe.models.checkpoint.CHECKPOINTS", checkpoint.parent)
     assert builtin_checkpoints() == ("checkpoint",)
     assert epoch_moe.load_model("checkpoint")[0].config.vocab_size == 128
     with pytest.raises(FileNotFoundError, match=r"no checkpoint 'chekpoint'.*\('checkpoint'\).*'owner/name'"):

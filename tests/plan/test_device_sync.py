@@ -16,8 +16,7 @@ import epoch_moe.plan.block_plan
 import epoch_moe.plan.support
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.models.llada2 import LLaDA2MoeModelLM
-from epoch_moe.models.llada2_config import LLaDA2MoeConfig
+from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext
 
 CONFIGS = [

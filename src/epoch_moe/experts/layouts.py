@@ -1,14 +1,16 @@
-"""Where a block keeps its experts' parameters: one linear layer per expert, one tensor per projection, or fused.
+"""The table of layouts: one linear layer per expert, one tensor per projection, or fused; in a block and in files.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 
-A layout says which parameters there are, in storage order, and which part of the stacked tensors ``[E,2F,H]`` and
-``[E,H,F]`` each of them is. `epoch_moe.experts.weights` does the rest.
+A layout says which parameters there are, in storage order, what a checkpoint calls them, and which part of the stacked
+tensors ``[E,2F,H]`` and ``[E,H,F]`` each of them is. `epoch_moe.experts.weights` and the loading of checkpoints do the
+rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,9 +30,21 @@ class Layout(Protocol):
 
     Attributes:
         period: the last of every ``period`` parameters belongs to the down projections, the others to gate and up.
+        key: a checkpoint's names of such tensors; group 1 is the block's path.
     """
 
     period: int
+    key: re.Pattern[str]
+
+    @staticmethod
+    def keys(block: str, experts: range) -> list[str]:
+        """Names of the tensors in a checkpoint, in storage order.
+
+        Args:
+            block: path of the MoE block, such as ``model.layers.1.mlp``.
+            experts: numbers of the experts that are wanted; a tensor that holds a layer's is named whatever they are.
+        """
+        ...
 
     def params(self) -> list[nn.Parameter]:
         """The parameters in storage order."""
@@ -48,11 +62,13 @@ class Layout(Protocol):
         """(E, F, H)."""
         ...
 
-    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
         """The parts of ``[E,2F,H]`` that the gate and up parameters are, in their order."""
         ...
 
-    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
         """The parts of ``[E,H,F]`` that the down parameters are, in their order."""
         ...
 
@@ -70,9 +86,15 @@ class PerExpert:
     """A sequence of modules with ``gate_proj``, ``up_proj`` ([F,H]) and ``down_proj`` ([H,F]) linear layers."""
 
     period = 3
+    key = re.compile(r"(.*\.mlp)\.experts\.\d+\.(?:gate|up|down)_proj\.weight")
 
     def __init__(self, experts: Sequence[nn.Module]):
         self.experts = experts
+
+    @staticmethod
+    def keys(block: str, experts: range) -> list[str]:
+        """See `Layout.keys`."""
+        return [f"{block}.experts.{number}.{name}.weight" for number in experts for name in PROJECTIONS]
 
     def params(self) -> list[nn.Parameter]:
         """Gate, up and down of each expert."""
@@ -92,12 +114,14 @@ class PerExpert:
         inner, hidden = self.experts[0].gate_proj.weight.shape  # type: ignore[union-attr, misc]
         return len(self.experts), inner, hidden
 
-    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
         """Gate above up, expert by expert."""
         inner = gate_up_E2FH.shape[1] // 2
         return [part for expert in gate_up_E2FH.unbind(0) for part in expert.split(inner, dim=0)]
 
-    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
         """Expert by expert."""
         return down_EHF.unbind(0)
 
@@ -122,9 +146,15 @@ class StackedExperts:
     """A module with parameters ``gate_proj``, ``up_proj`` [E,F,H] and ``down_proj`` [E,H,F] (dFactory)."""
 
     period = 3
+    key = re.compile(r"(.*\.mlp)\.experts\.(?:gate|up|down)_proj")
 
     def __init__(self, experts: nn.Module):
         self.experts = experts
+
+    @staticmethod
+    def keys(block: str, experts: range) -> list[str]:
+        """See `Layout.keys`."""
+        return [f"{block}.experts.{name}" for name in PROJECTIONS]
 
     def params(self) -> list[nn.Parameter]:
         """Gate, up, down."""
@@ -143,11 +173,13 @@ class StackedExperts:
         num_experts, inner, hidden = self.experts.gate_proj.shape  # type: ignore[misc]
         return num_experts, inner, hidden
 
-    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
         """Gate above up in each expert, so both parameters have gaps between experts."""
         return gate_up_E2FH.tensor_split(2, dim=1)
 
-    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
         """The tensor itself."""
         return (down_EHF,)
 
@@ -165,9 +197,15 @@ class FusedExperts:
     """A block with parameters ``w1`` [E,2F,H], gate above up, and ``w2`` [E,H,F] (dInfer): stacked already."""
 
     period = 2
+    key = re.compile(r"(.*\.mlp)\.(?:w1|w2)")
 
     def __init__(self, block: nn.Module):
         self.experts = block
+
+    @staticmethod
+    def keys(block: str, experts: range) -> list[str]:
+        """See `Layout.keys`."""
+        return [f"{block}.{name}" for name in FUSED]
 
     def params(self) -> list[nn.Parameter]:
         """Both tensors."""
@@ -186,11 +224,13 @@ class FusedExperts:
         num_experts, hidden, inner = self.experts.w2.shape  # type: ignore[misc]
         return num_experts, inner, hidden
 
-    def gate_up_places(self, gate_up_E2FH: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
         """The tensor itself."""
         return (gate_up_E2FH,)
 
-    def down_places(self, down_EHF: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
         """The tensor itself."""
         return (down_EHF,)
 
@@ -203,6 +243,38 @@ class FusedExperts:
 
 
 LAYOUTS: dict[LayoutName, Any] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
+
+
+def layout_of(keys: Iterable[str]) -> LayoutName:
+    """How a checkpoint with tensors of these names holds its experts."""
+    names = list(keys)
+    for layout in ("stacked", "fused"):
+        if any(map(LAYOUTS[layout].key.fullmatch, names)):
+            return layout
+    return "per_expert"
+
+
+def is_expert(key: str) -> bool:
+    """Whether a checkpoint's tensor of this name holds routed experts, in whatever layout."""
+    return any(layout.key.fullmatch(key) for layout in LAYOUTS.values())
+
+
+def stored_parts(
+    layout: LayoutName, block: str, experts: range, gate_up_E2FH: Tensor, down_EHF: Tensor
+) -> dict[str, Tensor]:
+    """A block's tensors in a checkpoint, by name, and the part of the stacked tensors that each of them is.
+
+    Args:
+        layout: of the checkpoint.
+        block: path of the MoE block, such as ``model.layers.1.mlp``.
+        experts: numbers of the experts that the stacked tensors hold.
+        gate_up_E2FH, down_EHF: the stacked tensors, on any device: on meta, the parts say shapes.
+    """
+    kind = LAYOUTS[layout]
+    keys, period = kind.keys(block, experts), kind.period
+    gate_up = [key for place, key in enumerate(keys) if place % period != period - 1]
+    parts = dict(zip(gate_up, kind.gate_up_places(gate_up_E2FH), strict=True))
+    return parts | dict(zip(keys[period - 1 :: period], kind.down_places(down_EHF), strict=True))
 
 
 def _check_activation(expert: nn.Module) -> None:
@@ -243,4 +315,4 @@ def check_tensors(named: Sequence[tuple[str, Any]]) -> None:
 def _check_shapes(named: Sequence[tuple[str, Any]], expected: Sequence[tuple[int, ...]]) -> None:
     for (where, weight), shape in zip(named, expected, strict=True):
         if tuple(weight.shape) != shape:
-            raise ValueError(f"{where} has shape {tuple(weight.shape)}: expected {shape}, as its neighbours say")
+            raise ValueError(f"{where} has shape {tuple(weight.shape)}: expected {shape}")

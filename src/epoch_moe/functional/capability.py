@@ -74,8 +74,10 @@ def router_spec(config: Mapping[str, Any] | Any) -> RouterSpec:
     sizes = {"num_experts": number("num_experts"), "top_k": number("num_experts_per_tok")}
     if MODEL_TYPES[model_type] == "softmax":
         only("moe_router_score_function", "softmax")
+        # The released code ignores these, whatever they say.
         only("norm_topk_prob", False)
         only("router_num_group", 1)
+        only("routed_scaling_factor", 1)
         return RouterSpec(kind="softmax", **sizes)
     only("score_function", "sigmoid")
     only("norm_topk_prob", True)

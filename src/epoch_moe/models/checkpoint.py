@@ -1,16 +1,19 @@
-"""Is a checkpoint what the model expects? Its configuration, and names and shapes of its tensors."""
+"""A checkpoint's folder: where it is, and whether its files are what the model expects."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from epoch_moe.models.sizes import ModelSizes
+from epoch_moe.models.config import ModelSizes
 from epoch_moe.tensor_files import TensorHeader, is_file, read_json, some
 
+CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+"""Folder of the checkpoints that come with the package."""
 CONFIG_NAME = "config.json"
+EVERY_FILE = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _ADAPTER_NAME = "adapter_config.json"
 _TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json")
@@ -32,6 +35,59 @@ _FOREIGN_LAYOUTS = (
         "load the checkpoint that they were converted from",
     ),
 )
+
+
+def builtin_checkpoints() -> tuple[str, ...]:
+    """Names of the checkpoints that come with the package."""
+    if not CHECKPOINTS.is_dir():
+        return ()
+    return tuple(sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file()))
+
+
+def quoted(names: Iterable[Any]) -> str:
+    """The names in quotes, with commas between them."""
+    return ", ".join(map(repr, names))
+
+
+def locate(
+    path_or_id: str | Path, revision: str | None, local_files_only: bool, patterns: Sequence[str] = EVERY_FILE
+) -> Path:
+    """The folder of a built-in, local or Hub checkpoint; Hub checkpoints are downloaded."""
+    name = str(path_or_id)
+    builtin = builtin_checkpoints()
+    if name in builtin:
+        return CHECKPOINTS / name
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{name!r} is a file: expected the checkpoint's folder, {str(path.parent)!r} perhaps")
+    parts = name.split("/")
+    if isinstance(path_or_id, Path) or len(parts) != 2 or not all(parts) or name[0] in ".~":
+        raise FileNotFoundError(
+            f"no checkpoint {name!r}: expected a name from the package ({quoted(builtin) or 'this install has none'})"
+            ", an existing local folder, or a Hugging Face Hub id 'owner/name'"
+        )
+    return _download(name, revision, local_files_only, patterns)
+
+
+def _download(repo_id: str, revision: str | None, local_files_only: bool, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # The usual cache of transformers; Python files are left out, as nothing here would run them.
+        folder = snapshot_download(
+            repo_id, revision=revision, local_files_only=local_files_only, allow_patterns=list(patterns)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise FileNotFoundError(
+            f"could not get {repo_id!r}{at} from the Hugging Face Hub ({type(error).__name__}: {error}). Check the name"
+            " and, for a gated model, `hf auth login`; offline, download it elsewhere with "
+            f"`hf download {repo_id}` and pass the folder"
+        ) from error
+    return Path(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
+from epoch_moe.models.config import DiffusionConfig
 from epoch_moe.models.generation import Generates
-from epoch_moe.models.layers import RMSNorm, attention_bias
+from epoch_moe.models.layers import DecoderLayer, RMSNorm, attention_bias, rope_tables
 
 
 class DiffusionPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
@@ -87,15 +88,18 @@ def _check_ids(input_ids_BS: Tensor, vocab_size: int) -> None:
 
 
 class DiffusionDecoder(DiffusionPreTrainedModel):
-    """The decoder without its LM head.
+    """The decoder without its LM head. A family names its token embedding and the class of its layers."""
 
-    A family adds `layers` and `norm`, its token embedding under the released name, and `rotary_tables`.
-    """
-
-    layers: nn.ModuleList
-    norm: RMSNorm
     embedding_name: str
+    layer_class: type[DecoderLayer]
     gradient_checkpointing = False
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__(config)
+        setattr(self, self.embedding_name, nn.Embedding(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -107,8 +111,9 @@ class DiffusionDecoder(DiffusionPreTrainedModel):
         setattr(self, self.embedding_name, value)
 
     def rotary_tables(self, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for absolute positions."""
-        raise NotImplementedError
+        """cos and sin ``[B,S,R]`` for absolute positions."""
+        rotary_dim = int(self.config.sizes().head_dim * self.config.partial_rotary_factor)
+        return rope_tables(position_ids_BS, rotary_dim, self.config.rope_theta, dtype)
 
     def forward(
         self,
@@ -224,12 +229,15 @@ class DiffusionDecoder(DiffusionPreTrainedModel):
 class DiffusionLM(Generates, DiffusionPreTrainedModel):
     """A decoder with its LM head. Logits belong to the position they are at (no shift): it is a masked predictor."""
 
-    model: DiffusionDecoder
-    lm_head: nn.Linear
+    decoder_class: type[DiffusionDecoder]
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: DiffusionConfig):
         super().__init__(config)
         self.generation_config = GenerationConfig()  # names nothing, so that the config's ids count
+        self.model = self.decoder_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -1,7 +1,7 @@
-"""Layers that the model families share: norm, rotary embedding, attention masks, attention, SwiGLU.
+"""Layers that the model families share: norm, rotary embedding, attention masks, attention, experts, decoder layer.
 
-Shape suffixes: B sequences, S positions, Q queries, K keys, D head dimension, R rotary dimension, N query heads, n key
-and value heads.
+Shape suffixes: B sequences, S positions, T = B x S rows, H hidden, Q queries, K keys, D head dimension, R rotary
+dimension, N query heads, n key and value heads; of routing: E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.models.config import DiffusionConfig
 
 
 class RMSNorm(nn.Module):
@@ -169,37 +173,111 @@ def eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Plain attention with returned weights: ``[B,N,Q,D] -> [B,Q,N,D]``, ``[B,N,Q,KV]``."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (repeat(x, "b n k d -> b (n g) k d", g=groups) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    return rearrange(weights @ value, "b n q d -> b q n d").contiguous(), weights
 
 
-def attend(
-    module: nn.Module,
-    config: PretrainedConfig,
-    query_BNQD: Tensor,
-    key_BnKD: Tensor,
-    value_BnKD: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention by the implementation that the configuration names: ``[B,Q,N,D]``, and eager attention's weights."""
-    implementation = eager_attention
-    # transformers' sdpa cannot reshape 0 sequences.
-    if config._attn_implementation != "eager" and query_BNQD.numel():
-        implementation = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-    return implementation(
-        module,
-        query_BNQD,
-        key_BnKD,
-        value_BnKD,
-        attention_mask,
-        dropout=config.attention_dropout if module.training else 0.0,
-        scaling=query_BNQD.shape[-1] ** -0.5,
-        **kwargs,
-    )
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embedding; a family adds its projections and `heads`."""
+
+    output_name: str
+    """Name of the output projection."""
+
+    def __init__(self, config: DiffusionConfig, layer_idx: int):
+        super().__init__()
+        sizes = config.sizes()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_key_value_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads  # transformers' sdpa reads it
+        self.is_causal = False
+
+    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, before the rotary embedding."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B,S,H] -> [B,S,H]`` and, with eager attention, the weights ``[B,N,S,KV]``."""
+        query, key, value = self.heads(hidden_states)
+        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = eager_attention
+        # transformers' sdpa cannot reshape 0 sequences.
+        if self.config._attn_implementation != "eager" and query.numel():
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.config.attention_dropout if self.training else 0.0
+        scaling = self.head_dim**-0.5
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return getattr(self, self.output_name)(rearrange(out, "b s n d -> b s (n d)")), weights
+
+
+class MoEBlock(nn.Module):
+    """What the families' MoE blocks share: the routed experts, in stacked storage from the first forward on."""
+
+    def make_experts(self, config: DiffusionConfig) -> None:
+        """Add the routed experts; where among the block's parameters they stand is the family's choice."""
+        sizes = config.sizes()
+        self.experts = nn.ModuleList(
+            SwiGLU(sizes.hidden, sizes.expert_inner, config.hidden_act) for _ in range(sizes.experts)
+        )
+        self._weights = ExpertWeights(self.experts)
+
+    def run_experts(self, hidden_states: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts: ``[B,S,H] -> [B,S,H]``."""
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self._weights.as_linear(x_TH, ids_TK, weights_TK).view(hidden_states.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoEBlock:
+        super()._apply(fn, recurse)
+        self._weights.release()
+        return self
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, dense or MoE as the configuration's `sizes` say."""
+
+    attention_name: str
+    attention_class: type[Attention]
+    moe_class: type[MoEBlock]
+
+    def __init__(self, config: DiffusionConfig, layer_idx: int):
+        super().__init__()
+        sizes = config.sizes()
+        setattr(self, self.attention_name, self.attention_class(config, layer_idx))
+        self.mlp: nn.Module
+        if layer_idx in sizes.moe_layers:
+            self.mlp = self.moe_class(config)
+            self.make_shared(config)
+        else:
+            self.mlp = SwiGLU(sizes.hidden, sizes.dense_inner, config.hidden_act)
+        self.input_layernorm = RMSNorm(sizes.hidden, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden, config.rms_norm_eps)
+
+    def make_shared(self, config: Any) -> None:
+        """Add a `shared_expert` beside the MoE block, where a family has it there and not in the block."""
+
+    def forward(self, hidden_states: Tensor, **attention: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``[B,S,H] -> (hidden [B,S,H], attention weights or None, router logits [B,S,E] or None)``."""
+        attended, weights = getattr(self, self.attention_name)(self.input_layernorm(hidden_states), **attention)
+        hidden_states = hidden_states + attended
+        normed = self.post_attention_layernorm(hidden_states)
+        out, router = self.mlp(normed), (None,)
+        if isinstance(out, tuple):
+            out, router = out
+        if hasattr(self, "shared_expert"):
+            out = out + self.shared_expert(normed)
+        return hidden_states + out.to(hidden_states.device), weights, router[0]

@@ -1,28 +1,26 @@
 """LLaDA2.0, 2.1 and 2.2 (`model_type: llada2_moe`) for transformers, without remote code.
 
 Module tree and state-dict keys are the released ones, so official checkpoints load and `save_pretrained` writes
-official checkpoints.
+official checkpoints. Shape suffixes: B sequences, S positions, T = B x S rows, H hidden, E experts, K top-k, N heads,
+D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
+from einops import rearrange
 from torch import Tensor, nn
 
 from epoch_moe.decoding.block_diffusion import generate
+from epoch_moe.models.config import DiffusionConfig, ModelSizes
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import one_prompt, released_arguments
-from epoch_moe.models.layers import RMSNorm, rope_tables
-from epoch_moe.models.llada2_config import LLaDA2MoeConfig
-from epoch_moe.models.llada2_layers import (
-    LLaDA2MoeAttention,
-    LLaDA2MoeDecoderLayer,
-    LLaDA2MoeGate,
-    LLaDA2MoeSparseMoeBlock,
-)
+from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
+from epoch_moe.routing import route
 
 __all__ = [
     "LLaDA2MoeAttention",
@@ -36,6 +34,202 @@ __all__ = [
 ]
 
 
+class LLaDA2MoeConfig(DiffusionConfig):
+    """Configuration of LLaDA2 models; keys and defaults of the released `config.json` files.
+
+    `expert_capacity` together with `block_size` selects LLaDA2.2's block-pool router; without them the router is
+    group-limited (2.0, 2.1). `mask_token_id` is the id of undecoded positions.
+
+    Raises:
+        ValueError: for a key whose value this implementation does not have, or sizes that do not fit together.
+    """
+
+    model_type = "llada2_moe"
+
+    def __init__(
+        self,
+        vocab_size: int = 157184,
+        hidden_size: int = 2048,
+        intermediate_size: int = 5120,
+        num_hidden_layers: int = 20,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int = 4,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        use_qkv_bias: bool = False,
+        use_bias: bool = False,
+        use_qk_norm: bool = True,
+        rms_norm_eps: float = 1e-6,
+        norm_head: bool = False,
+        embedding_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        initializer_range: float = 0.02,
+        max_position_embeddings: int = 32768,
+        rope_theta: float = 600000.0,
+        rope_scaling: dict[str, Any] | None = None,
+        partial_rotary_factor: float = 0.5,
+        use_cache: bool = False,
+        use_sliding_window: bool = False,
+        sliding_window: int | None = 4096,
+        max_window_layers: int = 28,
+        num_experts: int = 256,
+        num_experts_per_tok: int = 8,
+        num_shared_experts: int | None = 1,
+        moe_intermediate_size: int = 512,
+        n_group: int = 8,
+        topk_group: int = 4,
+        routed_scaling_factor: float = 2.5,
+        norm_topk_prob: bool | None = True,
+        score_function: str = "sigmoid",
+        router_dtype: str | None = "fp32",
+        moe_router_enable_expert_bias: bool = True,
+        first_k_dense_replace: int = 1,
+        output_router_logits: bool = False,
+        expert_capacity: int | None = None,
+        block_size: int | None = None,
+        delete_token_id: int | None = None,
+        split_token_id: int | None = None,
+        pad_token_id: int | None = 156892,
+        eos_token_id: int | None = 156892,
+        mask_token_id: int | None = 156895,
+        tie_word_embeddings: bool = False,
+        rope_parameters: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.read(locals())
+
+    def only(self, values: Mapping[str, Any]) -> list[tuple[str, Any, bool, str]]:
+        """No sliding window and no norm in the head, as in every released checkpoint."""
+        return [(key, values[key], not values[key], "false") for key in ("use_sliding_window", "norm_head")]
+
+    def complete(self, values: dict[str, Any]) -> None:
+        """See `DiffusionConfig.complete`."""
+        values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        capacity, block_size = values["expert_capacity"], values["block_size"]
+        if (capacity is None) != (block_size is None):
+            raise ValueError(
+                f"expert_capacity={capacity} and block_size={block_size}: LLaDA2.2's router needs both, the router of "
+                "2.0 and 2.1 neither"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration with the released keys; LLaDA2.2's own keys only where they are set."""
+        optional = ("expert_capacity", "block_size", "delete_token_id", "split_token_id")
+        return {key: value for key, value in super().to_dict().items() if value is not None or key not in optional}
+
+    def sizes(self) -> ModelSizes:
+        """Sizes under the names that all families share."""
+        return ModelSizes(
+            hidden=self.hidden_size,
+            vocab=self.vocab_size,
+            layers=self.num_hidden_layers,
+            moe_layers=tuple(range(self.first_k_dense_replace, self.num_hidden_layers)),
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            expert_inner=self.moe_intermediate_size,
+            shared_inner=self.moe_intermediate_size * (self.num_shared_experts or 0),
+            dense_inner=self.intermediate_size,
+        )
+
+    def set_layers(self, moe: Sequence[bool]) -> None:
+        """Change the number of layers, and which are MoE: dense ones come first."""
+        self.num_hidden_layers, self.first_k_dense_replace = len(moe), len(moe) - sum(moe)
+
+
+class LLaDA2MoeGate(nn.Module):
+    """The router: group-limited (2.0, 2.1) or block-pool (2.2), in fp32."""
+
+    def __init__(self, config: LLaDA2MoeConfig):
+        super().__init__()
+        self.config = config
+        self.spec = config.router_spec()
+        self.top_k = config.num_experts_per_tok
+        self.num_experts = config.num_experts
+        self.n_group = config.n_group
+        self.topk_group = config.topk_group
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LLaDA2MoeGate:
+        # `.to(bfloat16)` would round the bias, and with it the choice of experts (sglang#31213).
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias.device.type != "meta" and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
+        return self
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Route ``[B,S,H]`` (or ``[T,H]``, one sequence).
+
+        Returns:
+            topk_idx ``[T,K]`` int64, topk_weight ``[T,K]`` fp32, logits ``[T,E]`` fp32. The block-pool router forms
+            its pools from position 0 of the given sequences, padding included: pass whole blocks.
+        """
+        batch = hidden_states.shape[0] if hidden_states.dim() == 3 else 1
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routing, scores = route(x_TH, self.weight, self.expert_bias, self.spec, batch=batch)
+        return routing.ids_TK, routing.weights_TK, scores.logits_TE
+
+
+class LLaDA2MoeSparseMoeBlock(MoEBlock):
+    """Routed experts plus the shared expert."""
+
+    def __init__(self, config: LLaDA2MoeConfig):
+        super().__init__()
+        self.config = config
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.make_experts(config)
+        self.gate = LLaDA2MoeGate(config)
+        if shared_inner := config.sizes().shared_inner:
+            self.shared_experts = SwiGLU(config.hidden_size, shared_inner, config.hidden_act)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``[B,S,H] -> (out [B,S,H], (router_logits [B,S,E] fp32, topk_idx [B,S,K]))``."""
+        ids_TK, weights_TK, logits_TE = self.gate(hidden_states)
+        out = self.run_experts(hidden_states, ids_TK, weights_TK)
+        if self.config.num_shared_experts:
+            out = out + self.shared_experts(hidden_states)
+        batch, seq_len, _ = hidden_states.shape
+        logits_BSE, ids_BSK = (rearrange(x, "(b s) e -> b s e", b=batch, s=seq_len) for x in (logits_TE, ids_TK))
+        return out, (logits_BSE, ids_BSK)
+
+
+class LLaDA2MoeAttention(Attention):
+    """One projection to queries, keys and values."""
+
+    output_name = "dense"
+
+    def __init__(self, config: LLaDA2MoeConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        num_all = self.num_heads + 2 * self.num_key_value_heads
+        self.query_key_value = nn.Linear(config.hidden_size, num_all * self.head_dim, bias=config.use_qkv_bias)
+        if config.use_qk_norm:
+            self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.use_bias)
+
+    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.heads`."""
+        all_BNSD = rearrange(self.query_key_value(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
+        query, key, value = all_BNSD.split([self.num_heads, *2 * [self.num_key_value_heads]], dim=1)
+        if self.config.use_qk_norm:
+            query, key = self.query_layernorm(query), self.key_layernorm(key)
+        return query, key, value
+
+
+class LLaDA2MoeDecoderLayer(DecoderLayer):
+    """The MLP is dense in the first `first_k_dense_replace` layers and MoE in the others."""
+
+    attention_name = "attention"
+    attention_class = LLaDA2MoeAttention
+    moe_class = LLaDA2MoeSparseMoeBlock
+
+
 class LLaDA2MoePreTrainedModel(DiffusionPreTrainedModel):
     """Loading, saving and initialisation."""
 
@@ -46,43 +240,25 @@ class LLaDA2MoePreTrainedModel(DiffusionPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
         if isinstance(module, LLaDA2MoeGate):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             nn.init.zeros_(module.expert_bias)
-        else:
-            super()._init_weights(module)
 
 
 class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, DiffusionDecoder):
     """The decoder without its LM head."""
 
     embedding_name = "word_embeddings"
-
-    def __init__(self, config: LLaDA2MoeConfig):
-        super().__init__(config)
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LLaDA2MoeDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_init()
-
-    def rotary_tables(self, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[B,S,R]`` for absolute positions."""
-        rotary_dim = int(self.config.head_dim * self.config.partial_rotary_factor)
-        return rope_tables(position_ids_BS, rotary_dim, self.config.rope_theta, dtype)
+    layer_class = LLaDA2MoeDecoderLayer
 
 
 class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel, DiffusionLM):
     """LLaDA2 with its LM head. Logits belong to the position they are at (no shift): it is a masked predictor."""
 
+    decoder_class = LLaDA2MoeModel
     # transformers 5 wants {tied key: source key} for save_pretrained, 4.57 iterates over the keys: a dict serves both.
     _tied_weights_keys = {"lm_head.weight": "model.word_embeddings.weight"}
-
-    def __init__(self, config: LLaDA2MoeConfig):
-        super().__init__(config)
-        self.model = LLaDA2MoeModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     @released_arguments
     def generate(

@@ -1,23 +1,23 @@
 """LLaDA-MoE (`model_type: lladamoe`, or `llada` in some files) for transformers, without remote code.
 
 Module tree and state-dict keys are the released ones. Shape suffixes: B sequences, S positions, H hidden, E experts,
-K top-k, N heads.
+K top-k, N heads, D head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
-from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.models.config import DiffusionConfig, ModelSizes
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import one_prompt, released_arguments
-from epoch_moe.models.layers import RMSNorm, SwiGLU, attend, rope_tables, rotate
-from epoch_moe.models.llada_moe_config import LLaDAConfig, LLaDAMoEConfig
+from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
 from epoch_moe.precision import without_autocast
 from epoch_moe.routing import choose, router_scores
 
@@ -31,7 +31,113 @@ __all__ = [
 ]
 
 
-class LLaDAMoESparseMoeBlock(nn.Module):
+class LLaDAMoEConfig(DiffusionConfig):
+    """Configuration of LLaDA-MoE; keys of the released `config.json`, defaults of LLaDA-MoE-7B-A1B.
+
+    `moe_layer_freq` says for every layer whether it is MoE (1) or dense (0); None means that all are MoE.
+    `mask_token_id` is the id of undecoded positions.
+
+    Raises:
+        ValueError: for a key whose value this implementation does not have, or sizes that do not fit together.
+    """
+
+    model_type = "lladamoe"
+
+    def __init__(
+        self,
+        vocab_size: int = 157184,
+        hidden_size: int = 2048,
+        dense_intermediate_size: int = 8192,
+        expert_intermediate_size: int = 1024,
+        shared_expert_intermediate_size: int | None = None,
+        num_hidden_layers: int = 16,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int | None = None,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 8192,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-5,
+        use_cache: bool = False,
+        pad_token_id: int | None = 156892,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = 156892,
+        mask_token_id: int | None = 156895,
+        tie_word_embeddings: bool = False,
+        rope_theta: float = 50000.0,
+        partial_rotary_factor: float = 1.0,
+        rope_scaling: dict[str, Any] | None = None,
+        attention_bias: bool = False,
+        attention_dropout: float = 0.0,
+        clip_qkv: float | None = None,
+        num_experts_per_tok: int = 8,
+        num_experts: int = 64,
+        output_router_logits: bool = False,
+        router_aux_loss_coef: float = 0.01,
+        norm_topk_prob: bool | None = None,
+        qk_layernorm: bool | None = True,
+        moe_layer_freq: Sequence[int] | None = None,
+        moe_router_enable_expert_bias: bool | None = False,
+        moe_router_score_function: str | None = "softmax",
+        routed_scaling_factor: float | None = 1.0,
+        router_num_group: int | None = None,
+        router_topk_group: int | None = None,
+        rope_parameters: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.read(locals())
+
+    def only(self, values: Mapping[str, Any]) -> list[tuple[str, Any, bool, str]]:
+        """A layer is MoE or dense."""
+        layers, count = values["moe_layer_freq"], values["num_hidden_layers"]
+        right = layers is None or (len(layers) == count and set(layers) <= {0, 1})
+        return [("moe_layer_freq", layers, right, f"0 or 1 for each of the {count} layers")]
+
+    def complete(self, values: dict[str, Any]) -> None:
+        """See `DiffusionConfig.complete`."""
+        hidden, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "moe_layer_freq"))
+        values["moe_layer_freq"] = [1] * values["num_hidden_layers"] if layers is None else list(layers)
+        if values["num_key_value_heads"] is None:
+            values["num_key_value_heads"] = heads
+        if hidden % heads:
+            raise ValueError(f"num_attention_heads={heads} must divide hidden_size={hidden}")
+
+    def sizes(self) -> ModelSizes:
+        """Sizes under the names that all families share."""
+        return ModelSizes(
+            hidden=self.hidden_size,
+            vocab=self.vocab_size,
+            layers=self.num_hidden_layers,
+            moe_layers=tuple(i for i, moe in enumerate(self.moe_layer_freq) if moe),
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            expert_inner=self.expert_intermediate_size,
+            shared_inner=self.shared_expert_intermediate_size or 0,
+            dense_inner=self.dense_intermediate_size,
+        )
+
+    def set_layers(self, moe: Sequence[bool]) -> None:
+        """Change the number of layers, and which are MoE."""
+        self.num_hidden_layers, self.moe_layer_freq = len(moe), [int(layer) for layer in moe]
+
+
+class LLaDAConfig(LLaDAMoEConfig):
+    """LLaDA-MoE under the other name that its files use."""
+
+    model_type = "llada"
+
+    def __init__(self, **kwargs: Any):  # without its own, transformers 5 would generate one
+        super().__init__(**kwargs)
+
+
+# `AutoModel.register` compares the name of a configuration's class with that of the model's `config_class`; both
+# spellings of `model_type` belong to one model class. Pickle goes by `__qualname__`, which stays.
+LLaDAConfig.__name__ = LLaDAMoEConfig.__name__
+
+
+class LLaDAMoESparseMoeBlock(MoEBlock):
     """Routed experts. The shared expert, where there is one, is the decoder layer's."""
 
     def __init__(self, config: LLaDAMoEConfig):
@@ -41,18 +147,9 @@ class LLaDAMoESparseMoeBlock(nn.Module):
         self.norm_topk_prob = False
         self.spec = config.router_spec()
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            SwiGLU(config.hidden_size, config.expert_intermediate_size, config.hidden_act)
-            for _ in range(config.num_experts)
-        )
+        self.make_experts(config)
         bias_E = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias_E)
-        self._weights = ExpertWeights(self.experts)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LLaDAMoESparseMoeBlock:
-        super()._apply(fn, recurse)
-        self._weights.release()
-        return self
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[B,S,H] -> [B,S,H]``."""
@@ -61,83 +158,52 @@ class LLaDAMoESparseMoeBlock(nn.Module):
         with without_autocast(x_TH):
             logits_TE = self.gate(x_TH).float()
         routing = choose(router_scores(logits_TE, self.expert_bias, self.spec), self.spec, x_TH.dtype)
-        return self._weights.as_linear(x_TH, routing.ids_TK, routing.weights_TK).view(hidden_states.shape)
+        return self.run_experts(hidden_states, routing.ids_TK, routing.weights_TK)
 
 
-class LLaDAMoEAttention(nn.Module):
-    """Attention with per-head query and key norms and rotary embedding."""
+class LLaDAMoEAttention(Attention):
+    """Three projections; values may be clipped (`clip_qkv`)."""
+
+    output_name = "o_proj"
 
     def __init__(self, config: LLaDAMoEConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_heads = config.num_key_value_heads
-        self.num_key_value_groups = self.num_heads // self.num_key_value_heads  # transformers' sdpa reads it
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.is_causal = False
-        kv_size = self.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
+        super().__init__(config, layer_idx)
+        hidden, kv_size, bias = config.hidden_size, self.num_key_value_heads * self.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(hidden, hidden, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.o_proj = nn.Linear(hidden, hidden, bias=bias)
         if config.qk_layernorm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``[B,S,H] -> [B,S,H]`` and, with eager attention, the weights ``[B,N,S,KV]``."""
-        batch, seq_len, hidden = hidden_states.shape
-        heads = (batch, seq_len, self.num_heads, self.head_dim)
-        kv_heads = (batch, seq_len, self.num_key_value_heads, self.head_dim)
-        query, key = self.q_proj(hidden_states).view(heads), self.k_proj(hidden_states).view(kv_heads)
-        value = self.v_proj(hidden_states).view(kv_heads)
+    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.heads`."""
+        query, key, value = (
+            rearrange(projection(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.config.qk_layernorm:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.config.clip_qkv is not None:
             limit = self.config.clip_qkv
             query, key, value = (x.clamp(-limit, limit) for x in (query, key, value))
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        out, weights = attend(self, self.config, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(out.reshape(batch, seq_len, hidden)), weights
+        return query, key, value
 
 
-class LLaDAMoEDecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, dense or MoE; beside an MoE block the shared expert, where there is one."""
+class LLaDAMoEDecoderLayer(DecoderLayer):
+    """The MLP is dense or MoE; beside an MoE block stands the shared expert, where there is one."""
 
-    def __init__(self, config: LLaDAMoEConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = LLaDAMoEAttention(config, layer_idx)
-        self.mlp: nn.Module
-        if config.moe_layer_freq[layer_idx]:
-            self.mlp = LLaDAMoESparseMoeBlock(config)
-            if config.shared_expert_intermediate_size is not None:
-                size = config.shared_expert_intermediate_size
-                self.shared_expert = SwiGLU(config.hidden_size, size, config.hidden_act)
-        else:
-            self.mlp = SwiGLU(config.hidden_size, config.dense_intermediate_size, config.hidden_act)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    attention_name = "self_attn"
+    attention_class = LLaDAMoEAttention
+    moe_class = LLaDAMoESparseMoeBlock
 
-    def forward(self, hidden_states: Tensor, **attention: Any) -> tuple[Tensor, Tensor | None, None]:
-        """``[B,S,H] -> (hidden [B,S,H], attention weights or None, None)``: the block gives no router logits."""
-        attended, weights = self.self_attn(self.input_layernorm(hidden_states), **attention)
-        hidden_states = hidden_states + attended
-        normed = self.post_attention_layernorm(hidden_states)
-        out = self.mlp(normed)
-        if hasattr(self, "shared_expert"):
-            out = out + self.shared_expert(normed)
-        return hidden_states + out.to(hidden_states.device), weights, None
+    def make_shared(self, config: LLaDAMoEConfig) -> None:
+        """The shared expert lies here, outside of the MoE block."""
+        if config.shared_expert_intermediate_size is not None:
+            self.shared_expert = SwiGLU(
+                config.hidden_size, config.shared_expert_intermediate_size, config.hidden_act
+            )
 
 
 class LLaDAMoEPreTrainedModel(DiffusionPreTrainedModel):
@@ -157,32 +223,14 @@ class LLaDAMoEModel(LLaDAMoEPreTrainedModel, DiffusionDecoder):
     """The decoder without its LM head."""
 
     embedding_name = "embed_tokens"
-
-    def __init__(self, config: LLaDAMoEConfig):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LLaDAMoEDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_init()
-
-    def rotary_tables(self, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[B,S,R]`` for absolute positions."""
-        head_dim = self.config.hidden_size // self.config.num_attention_heads
-        rotary_dim = int(head_dim * self.config.partial_rotary_factor)
-        return rope_tables(position_ids_BS, rotary_dim, self.config.rope_theta, dtype)
+    layer_class = LLaDAMoEDecoderLayer
 
 
 class LLaDAMoEModelLM(LLaDAMoEPreTrainedModel, DiffusionLM):
     """LLaDA-MoE with its LM head. Logits belong to the position they are at (no shift): it is a masked predictor."""
 
+    decoder_class = LLaDAMoEModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    def __init__(self, config: LLaDAMoEConfig):
-        super().__init__(config)
-        self.model = LLaDAMoEModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     @released_arguments
     def generate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,25 +11,43 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from epoch_moe.checks import choice, flag, instance, whole
-from epoch_moe.experts.layouts import LayoutName
+from epoch_moe.experts.layouts import LayoutName, is_expert, layout_of
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatch_kinds import ExpertRange, RowLayout
-from epoch_moe.models.checkpoint import CONFIG_NAME, check_keys, check_sizes, read_config, tokenizer_files
-from epoch_moe.models.config_fields import own_fields
+from epoch_moe.models.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_NAME,
+    builtin_checkpoints,
+    check_keys,
+    check_sizes,
+    locate,
+    quoted,
+    read_config,
+    tokenizer_files,
+)
+from epoch_moe.models.config import DiffusionConfig, own_fields
 from epoch_moe.models.generation import read_generation_config
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
-from epoch_moe.models.stacked_checkpoint import find_layout, load_stacked, stored_shapes
+from epoch_moe.models.placement import device_of, find_device, find_device_map
+from epoch_moe.models.stacked_checkpoint import load_stacked, stored_shapes
 from epoch_moe.patching import patch
 from epoch_moe.residency.attach import ORIGIN, Origin
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_headers
 
-CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
-"""Folder of the checkpoints that come with the package."""
+__all__ = ["CHECKPOINTS", "Checkpoint", "builtin_checkpoints", "load_model", "read_checkpoint", "register_auto_classes"]
 
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]] = {
     "llada2_moe": (LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM),
@@ -50,7 +68,6 @@ _DTYPES = {
 }
 _STORED_DTYPES = {name: dtype for name, dtype in STORED_DTYPES.items() if dtype != torch.float64}
 _ATTENTION = ("sdpa", "eager")
-_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def register_auto_classes() -> None:
@@ -64,18 +81,12 @@ def register_auto_classes() -> None:
         AutoModelForCausalLM.register(config_class, lm_class, exist_ok=True)
 
 
-def builtin_checkpoints() -> tuple[str, ...]:
-    """Names of the checkpoints that come with the package."""
-    if not CHECKPOINTS.is_dir():
-        return ()
-    return tuple(sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file()))
-
-
 def load_model(
     path_or_id: str | Path,
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
@@ -97,6 +108,9 @@ def load_model(
         dtype: of the weights: ``"auto"`` (as the checkpoint stores them), ``"bfloat16"``, ``"float16"``,
             ``"float32"`` or the torch.dtype. The router's expert bias stays fp32 always.
         device: where the model goes; None means the CPU.
+        device_map: spread the layers over several devices instead: module path -> device, or ``"auto"`` for what
+            accelerate thinks best for the GPUs' memory. Nothing is offloaded: each layer computes where it lies. Such a
+            model may be patched, but takes no plan.
         attn_implementation: ``"sdpa"`` or ``"eager"``; None lets transformers choose (sdpa).
         revision: of a Hub checkpoint: branch, tag or commit.
         local_files_only: use a Hub checkpoint from the local cache only.
@@ -112,12 +126,12 @@ def load_model(
 
     Raises:
         FileNotFoundError: for an unknown name or folder, missing files, or a Hub checkpoint that cannot be had.
-        ValueError: for a model type, dtype, layout, adapter or damaged file; the message quotes it.
+        ValueError: for a model type, dtype, device, layout, adapter or damaged file; the message quotes it.
         TypeError: for a ``residency`` that is no `ResidencyConfig`.
     """
     instance("path_or_id", path_or_id, (str, Path), "a name, a folder or a Hub id")
-    target_device = _device(device)
     requested_dtype = _dtype(dtype)
+    target_device = find_device(device)
     instance("revision", revision, (str, type(None)), "a branch, tag or commit, or None")
     flag("local_files_only", local_files_only)
     choice("ep_layout", ep_layout, ("sharded", "replicated"))
@@ -129,30 +143,45 @@ def load_model(
             f"ResidencyConfig.source={str(residency.source)!r}: load_model reads experts from the checkpoint itself; "
             "leave it out"
         )
+    others = {"device": device, "ep_group": ep_group, "residency": residency}
+    conflicts = [name for name, value in others.items() if device_map is not None and value is not None]
+    if conflicts:
+        raise ValueError(f"device_map and {conflicts[0]} both say where weights lie: pass one of them")
     if not isinstance(attn_implementation, (str, type(None))) or attn_implementation not in (None, *_ATTENTION):
         raise ValueError(
-            f"attn_implementation={attn_implementation!r}: expected one of {_quoted(_ATTENTION)} or None (block-causal "
+            f"attn_implementation={attn_implementation!r}: expected one of {quoted(_ATTENTION)} or None (block-causal "
             "masks are 4-D, which the flash kernels do not take)"
         )
     register_auto_classes()
-    folder = _locate(path_or_id, revision, local_files_only)
-    config, lm_class = _classes(folder)
-    generation_config = read_generation_config(folder, config.vocab_size)
-    headers = read_headers(folder)
-    layout = _check_against_model(folder, headers, lm_class, config)
-    weights_dtype = requested_dtype or _stored_dtype(folder, headers)
-    config.name_or_path = str(folder)
-    build = partial(lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation)
-    share = None if ep_group is None else ExpertRange.of(config.sizes().experts, Ranks(ep_group)).numbers
-    model = load_stacked(folder, headers, layout, build, weights_dtype, target_device, share, fill=residency is None)
-    model.generation_config = generation_config
+    found = _read(locate(path_or_id, revision, local_files_only))
+    config, sizes = found.config, found.config.sizes()
+    weights_dtype = requested_dtype or _stored_dtype(found.folder, found.headers)
+    config.name_or_path = str(found.folder)
+    build = partial(found.lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation)
+    places = {"": target_device} if device_map is None else find_device_map(device_map, build, weights_dtype)
+    share = None if ep_group is None else ExpertRange.of(sizes.experts, Ranks(ep_group)).numbers
+    model = load_stacked(
+        found.folder,
+        found.headers,
+        found.layout,
+        sizes,
+        build,
+        weights_dtype,
+        partial(device_of, places),
+        share,
+        fill=residency is None,
+    ).eval()
+    model.generation_config = found.generation_config
+    if device_map is not None:
+        from accelerate import dispatch_model
+
+        first = next(iter(places.values()))
+        dispatch_model(model, places, main_device=first, skip_keys=model._skip_keys_device_placement)
     if residency is not None:
-        object.__setattr__(model, ORIGIN, Origin(folder, headers, target_device))
+        object.__setattr__(model, ORIGIN, Origin(found.folder, found.headers, target_device))
     if ep_group is not None or residency is not None:
-        patch(
-            model.eval(), ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity, residency=residency
-        )
-    return model.eval(), _tokenizer(folder, config)
+        patch(model, ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity, residency=residency)
+    return model, _tokenizer(found.folder, config, found.tokenizer_files)
 
 
 @dataclass(frozen=True)
@@ -160,25 +189,33 @@ class Checkpoint:
     """What a checkpoint says of itself, without its weights.
 
     Attributes:
+        folder: that its files lie in.
         config: its configuration.
-        lm_class: the class that `load_model` would build.
-        shapes: every tensor's shape, by state-dict key.
-        dtypes: every tensor's safetensors dtype.
-        layout: how the files hold the experts, see `epoch_moe.experts.layouts`.
-        stored: whether shapes and dtypes were read from files; False: they are what the configuration implies, in
-            bf16 with an fp32 expert bias as released.
+        generation_config: its generation_config.json; empty where it has none.
+        tokenizer_files: names of its tokenizer's files.
+        lm_class: the class that `load_model` builds.
         skeleton: the model on the meta device, with one layer of each kind.
-        eos_token_id: end id or ids by default.
+        headers: every tensor's header, by name.
+        layout: how the files hold the experts, see `epoch_moe.experts.layouts`.
+        stored: whether headers were read from files; False: they are what the configuration implies, in bf16 with an
+            fp32 expert bias as released.
     """
 
-    config: PretrainedConfig
+    folder: Path
+    config: DiffusionConfig
+    generation_config: GenerationConfig
+    tokenizer_files: list[str]
     lm_class: type[PreTrainedModel]
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
+    skeleton: nn.Module
+    headers: dict[str, TensorHeader]
     layout: LayoutName
     stored: bool
-    skeleton: nn.Module
-    eos_token_id: int | list[int] | None
+
+    @property
+    def eos_token_id(self) -> int | list[int] | None:
+        """End id or ids by default."""
+        own: int | list[int] | None = self.generation_config.eos_token_id
+        return self.config.eos_token_id if own is None else own
 
 
 def read_checkpoint(
@@ -189,20 +226,31 @@ def read_checkpoint(
     Raises:
         FileNotFoundError, ValueError: as `load_model`.
     """
-    folder = _locate(path_or_id, revision, local_files_only, patterns=("*.json",))
+    folder = locate(path_or_id, revision, local_files_only, patterns=("*.json",))
+    return _read(folder, stored=any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir())
+
+
+def _read(folder: Path, stored: bool = True) -> Checkpoint:
     config, lm_class = _classes(folder)
-    tokenizer_files(folder)
-    eos = read_generation_config(folder, config.vocab_size).eos_token_id
-    eos = config.eos_token_id if eos is None else eos
-    if any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir():
-        headers = read_headers(folder)
-        layout = _check_against_model(folder, headers, lm_class, config)
-        shapes = {key: header.shape for key, header in headers.items()}
-        dtypes = {key: header.dtype for key, header in headers.items()}
-        return Checkpoint(config, lm_class, shapes, dtypes, layout, True, _skeleton(lm_class, config)[0], eos)
-    shapes = _expected_shapes(lm_class, config)
-    dtypes = {key: "F32" if key.endswith("expert_bias") else "BF16" for key in shapes}
-    return Checkpoint(config, lm_class, shapes, dtypes, "per_expert", False, _skeleton(lm_class, config)[0], eos)
+    tokenizer = tokenizer_files(folder)
+    generation_config = read_generation_config(folder, config.vocab_size)
+    headers = read_headers(folder) if stored else {}
+    sizes, layout = config.sizes(), layout_of(headers)
+    if stored:
+        check_sizes(folder, headers, sizes, config.mask_token_id)
+    skeleton, stand_ins = _skeleton(lm_class, config)
+    shapes = _shapes(skeleton, stand_ins) | stored_shapes(sizes, layout)
+    if stored:
+        optional = ["lm_head.weight"] if config.tie_word_embeddings else []
+        if not getattr(config, "moe_router_enable_expert_bias", True):
+            optional += [key for key in shapes if key.endswith("expert_bias")]
+        check_keys(folder, headers, shapes, optional)
+    else:
+        headers = {
+            key: TensorHeader("F32" if key.endswith("expert_bias") else "BF16", shape, "", 0, 0)
+            for key, shape in shapes.items()
+        }
+    return Checkpoint(folder, config, generation_config, tokenizer, lm_class, skeleton, headers, layout, stored)
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
@@ -224,10 +272,6 @@ def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     return config, lm_class
 
 
-def _quoted(names: Any) -> str:
-    return ", ".join(map(repr, names))
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """The requested dtype; None for the checkpoint's."""
     if dtype == "auto":
@@ -240,64 +284,6 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        found = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: expected 'cpu', 'cuda', 'cuda:0' or another torch device") from error
-    if found.type == "meta":
-        raise ValueError("device='meta' holds no weights: expected a device such as 'cpu' or 'cuda'")
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise ValueError(
-                f"device={str(device)!r}: torch {torch.__version__} sees {count} CUDA devices here; use device='cpu', "
-                "or install a CUDA build of torch on a machine with a GPU"
-            )
-    return found
-
-
-def _locate(
-    path_or_id: str | Path, revision: str | None, local_files_only: bool, patterns: Sequence[str] = _DOWNLOADED
-) -> Path:
-    """The folder of a built-in, local or Hub checkpoint; Hub checkpoints are downloaded."""
-    name = str(path_or_id)
-    builtin = builtin_checkpoints()
-    if name in builtin:
-        return CHECKPOINTS / name
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FileNotFoundError(f"{name!r} is a file: expected the checkpoint's folder, {str(path.parent)!r} perhaps")
-    parts = name.split("/")
-    if isinstance(path_or_id, Path) or len(parts) != 2 or not all(parts) or name[0] in ".~":
-        raise FileNotFoundError(
-            f"no checkpoint {name!r}: expected a name from the package ({_quoted(builtin) or 'this install has none'})"
-            ", an existing local folder, or a Hugging Face Hub id 'owner/name'"
-        )
-    return _download(name, revision, local_files_only, patterns)
-
-
-def _download(repo_id: str, revision: str | None, local_files_only: bool, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        # The usual cache of transformers; Python files are left out, as nothing here would run them.
-        folder = snapshot_download(
-            repo_id, revision=revision, local_files_only=local_files_only, allow_patterns=list(patterns)
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        raise FileNotFoundError(
-            f"could not get {repo_id!r}{at} from the Hugging Face Hub ({type(error).__name__}: {error}). Check the name"
-            " and, for a gated model, `hf auth login`; offline, download it elsewhere with "
-            f"`hf download {repo_id}` and pass the folder"
-        ) from error
-    return Path(folder)
-
-
 def _family(
     folder: Path, config: dict[str, Any]
 ) -> tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
@@ -305,7 +291,7 @@ def _family(
     name = _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else None
     if name not in _FAMILIES:
         raise ValueError(
-            f"{folder / CONFIG_NAME} has model_type={repr(model_type)[:100]}: expected one of {_quoted(_FAMILIES)}"
+            f"{folder / CONFIG_NAME} has model_type={repr(model_type)[:100]}: expected one of {quoted(_FAMILIES)}"
         )
     return _FAMILIES[name]
 
@@ -315,11 +301,11 @@ def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype
     key = next(key for key in sorted(headers) if key.endswith(("word_embeddings.weight", "embed_tokens.weight")))
     stored = headers[key].dtype
     if stored not in _STORED_DTYPES:
-        raise ValueError(f"{folder} stores {key} as {stored}: expected {_quoted(_STORED_DTYPES)}")
+        raise ValueError(f"{folder} stores {key} as {stored}: expected {quoted(_STORED_DTYPES)}")
     return _STORED_DTYPES[stored]
 
 
-def _skeleton(lm_class: Callable[..., Any], config: Any) -> tuple[nn.Module, list[int]]:
+def _skeleton(lm_class: Callable[..., Any], config: DiffusionConfig) -> tuple[nn.Module, list[int]]:
     """The model on the meta device with one layer of each kind, and for every layer the one that stands for it.
 
     Building all of a released model's modules takes longer than all other checks together, and its layers of one kind
@@ -333,40 +319,25 @@ def _skeleton(lm_class: Callable[..., Any], config: Any) -> tuple[nn.Module, lis
     return skeleton, [kinds.index(moe) for moe in is_moe]
 
 
-def _expected_shapes(lm_class: Callable[..., Any], config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by state-dict key, from a skeleton whose layers stand for all."""
-    skeleton, stand_ins = _skeleton(lm_class, config)
-    built = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+def _shapes(skeleton: nn.Module, stand_ins: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Shapes by state-dict key, but for the experts', from a skeleton whose layers stand for all."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    by_layer: dict[int, dict[str, tuple[int, ...]]] = {place: {} for place in stand_ins}
     prefix = "model.layers."
-    shapes = {key: shape for key, shape in built.items() if not key.startswith(prefix)}
-    by_layer: dict[int, dict[str, tuple[int, ...]]] = {}
-    for key, shape in built.items():
+    for key, tensor in skeleton.state_dict().items():
+        if is_expert(key):
+            continue
         if key.startswith(prefix):
             number, rest = key.removeprefix(prefix).split(".", 1)
-            by_layer.setdefault(int(number), {})[rest] = shape
+            by_layer[int(number)][rest] = tuple(tensor.shape)
+        else:
+            shapes[key] = tuple(tensor.shape)
     for layer, stand_in in enumerate(stand_ins):
         shapes |= {f"{prefix}{layer}.{rest}": shape for rest, shape in by_layer[stand_in].items()}
     return shapes
 
 
-def _check_against_model(
-    folder: Path, headers: dict[str, TensorHeader], lm_class: Callable[..., Any], config: PretrainedConfig
-) -> LayoutName:
-    """Refuse tensors that do not fit the model; how the files hold the experts."""
-    check_sizes(folder, headers, config.sizes(), config.mask_token_id)
-    layout = find_layout(headers)
-    expected = stored_shapes(_expected_shapes(lm_class, config), layout)
-    optional: list[str] = []
-    if getattr(config, "tie_word_embeddings", False):
-        optional.append("lm_head.weight")
-    if not getattr(config, "moe_router_enable_expert_bias", True):
-        optional += [key for key in expected if key.endswith("expert_bias")]
-    check_keys(folder, headers, expected, optional)
-    return layout
-
-
-def _tokenizer(folder: Path, config: PretrainedConfig) -> Any:
-    files = tokenizer_files(folder)
+def _tokenizer(folder: Path, config: PretrainedConfig, files: list[str]) -> Any:
     if not files:
         warnings.warn(f"{folder} has no tokenizer files: load_model returns None for it", stacklevel=3)
         return None

@@ -1,80 +1,55 @@
 """Loading tensor by tensor: experts straight into stacked storage, all of a layer's or one rank's share.
 
-For checkpoints of every layout: experts one by one (released), a layer's in few tensors (dFactory's stacked ones,
-dInfer's fused ones), and for models whose experts are split over ranks. All are loaded into the same classes: each
-expert's parameters are views of the layer's stacked tensors, which are filled one layer at a time, so
-that no weight exists twice, and none that belongs to another rank exists at all. Saving writes the released layout.
+Checkpoints of every layout load into the same classes: each expert's parameters are views of the layer's stacked
+tensors, which are filled one layer at a time. No weight exists twice, and none that belongs to another rank exists at
+all. Saving writes the released layout.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
+from epoch_moe.experts.layouts import LayoutName, is_expert, stored_parts
 from epoch_moe.experts.shard import keep_experts
+from epoch_moe.models.config import ModelSizes
 from epoch_moe.tensor_files import TensorHeader
 
-_RELEASED = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_STACKED = re.compile(r".*\.mlp\.experts\.(gate|up|down)_proj")
-_FUSED = re.compile(r".*\.mlp\.(w1|w2)")
+
+def moe_block(layer: int) -> str:
+    """Path of a layer's MoE block in the families' models, and in their checkpoints."""
+    return f"model.layers.{layer}.mlp"
 
 
-def find_layout(keys: Iterable[str]) -> LayoutName:
-    """How a checkpoint with these tensors holds its experts."""
-    names = list(keys)
-    if any(_STACKED.fullmatch(key) for key in names):
-        return "stacked"
-    return "fused" if any(_FUSED.fullmatch(key) for key in names) else "per_expert"
+def _stacked(sizes: ModelSizes, count: int, **where: Any) -> tuple[Tensor, Tensor]:
+    """Uninitialised tensors for ``count`` experts: gate and up ``[count,2F,H]``, down ``[count,H,F]``."""
+    inner, hidden = sizes.expert_inner, sizes.hidden
+    return torch.empty(count, 2 * inner, hidden, **where), torch.empty(count, hidden, inner, **where)
 
 
-def is_expert(key: str) -> bool:
-    """Whether a tensor of this name holds routed experts, in whatever layout."""
-    return any(pattern.fullmatch(key) for pattern in (_RELEASED, _STACKED, _FUSED))
-
-
-def stored_shapes(shapes: Mapping[str, tuple[int, ...]], layout: LayoutName) -> dict[str, tuple[int, ...]]:
-    """What the model's tensors (``shapes`` by state-dict key) are called in a checkpoint of ``layout``."""
-    if layout == "per_expert":
-        return dict(shapes)
-    stored = {key: shape for key, shape in shapes.items() if not _RELEASED.fullmatch(key)}
-    for prefix, (num_experts, inner, hidden) in _blocks(shapes).items():
-        down = (num_experts, hidden, inner)
-        if layout == "stacked":
-            part = (num_experts, inner, hidden)
-            stored |= {f"{prefix}.experts.{n}": s for n, s in zip(PROJECTIONS, (part, part, down), strict=True)}
-        else:
-            stored |= {f"{prefix}.w1": (num_experts, 2 * inner, hidden), f"{prefix}.w2": down}
-    return stored
-
-
-def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int, int]]:
-    """(E, F, H) of each MoE block, by its module path."""
-    blocks: dict[str, tuple[int, int, int]] = {}
-    for key, shape in shapes.items():
-        match = _RELEASED.fullmatch(key)
-        if match and match[3] == "gate_proj":
-            count = max(int(match[2]) + 1, blocks.get(match[1], (0,))[0])
-            blocks[match[1]] = (count, shape[0], shape[1])
-    return blocks
+def stored_shapes(sizes: ModelSizes, layout: LayoutName) -> dict[str, tuple[int, ...]]:
+    """Shapes of all expert tensors of a checkpoint in ``layout``, by name."""
+    parts = stored_parts(layout, "", range(sizes.experts), *_stacked(sizes, sizes.experts, device="meta"))
+    one = {rest: tuple(part.shape) for rest, part in parts.items()}
+    return {moe_block(layer) + rest: shape for layer in sizes.moe_layers for rest, shape in one.items()}
 
 
 def load_stacked(
     folder: Path,
     headers: Mapping[str, TensorHeader],
     layout: LayoutName,
+    sizes: ModelSizes,
     build: Callable[[], Any],
     dtype: torch.dtype,
-    device: torch.device,
+    device_of: Callable[[str], torch.device],
     experts: range | None = None,
     fill: bool = True,
 ) -> Any:
@@ -83,45 +58,46 @@ def load_stacked(
     Args:
         folder: of the checkpoint.
         headers: its tensors.
-        layout: as `find_layout` said.
+        layout: how they hold the experts.
+        sizes: of the model.
         build: makes the model; called with meta as default device.
         dtype: of the weights; expert biases are fp32 always.
-        device: where the weights go, straight from the file.
+        device_of: where a module's or tensor's weights go, by its path, straight from the file.
         experts: numbers of the routed experts to load; the model has no others. None: all.
         fill: False leaves them on the meta device: they stay in their files.
     """
     with torch.device("meta"):
         model = build()
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_expert(key)}
+    kept = range(sizes.experts) if experts is None else experts
     with ExitStack() as stack:
         names = {header.file for header in headers.values()}
         files = {name: stack.enter_context(_open(folder / name)) for name in sorted(names)}
-
-        def read(key: str) -> Tensor:
-            return files[headers[key].file].get_tensor(key)  # type: ignore[no-any-return]
-
-        def read_part(key: str, part: range) -> Tensor:
-            if len(part) == headers[key].shape[0]:
-                return read(key)
-            return files[headers[key].file].get_slice(key)[part.start : part.stop]  # type: ignore[no-any-return]
-
-        for prefix, sizes in _blocks(shapes).items():
-            block = model.get_submodule(prefix)
-            kept = range(sizes[0]) if experts is None else experts
+        for path in map(moe_block, sizes.moe_layers):
+            block = model.get_submodule(path)
             if experts is not None:
                 keep_experts(block, "per_expert", "experts", experts)
-            if fill:
-                _fill_experts(block, prefix, layout, kept, sizes[1:], read, read_part, dtype, device)
-        others: dict[str, Tensor] = {}
-        for key in shapes:
-            if _RELEASED.fullmatch(key):
+            if not fill:
                 continue
-            kept = torch.float32 if key.endswith("expert_bias") else dtype
+            stacked = _stacked(sizes, len(kept), dtype=dtype, device=device_of(path))
+            for key, part in stored_parts(layout, path, kept, *stacked).items():
+                file, rows = files[headers[key].file], headers[key].shape[0]
+                if part.dim() == 3 and rows != len(kept):
+                    part.copy_(file.get_slice(key)[kept.start : kept.stop])
+                else:
+                    part.copy_(file.get_tensor(key))
+            # `ExpertWeights` finds them in their places and copies nothing.
+            views = stored_parts("per_expert", "", kept, *stacked)
+            block.experts.load_state_dict({k.removeprefix(".experts."): v for k, v in views.items()}, assign=True)
+        others: dict[str, Tensor] = {}
+        for key, shape in shapes.items():
+            is_bias = key.endswith("expert_bias")
+            where = {"dtype": torch.float32 if is_bias else dtype, "device": device_of(key)}
             if key in headers:
                 # A copy also where nothing changes: what is read may be a view of the file.
-                others[key] = torch.empty(shapes[key], dtype=kept, device=device).copy_(read(key))
-            elif key.endswith("expert_bias"):
-                others[key] = torch.zeros(shapes[key], dtype=kept, device=device)
+                others[key] = torch.empty(shape, **where).copy_(files[headers[key].file].get_tensor(key))
+            elif is_bias:
+                others[key] = torch.zeros(shape, **where)
         model.load_state_dict(others, assign=True, strict=False)
     model.tie_weights()
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -136,56 +112,3 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _fill_experts(
-    block: nn.Module,
-    prefix: str,
-    layout: LayoutName,
-    kept: range,
-    sizes: tuple[int, int],
-    read: Callable[[str], Tensor],
-    read_part: Callable[[str, range], Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    inner, hidden = sizes
-    gate_up_E2FH = torch.empty(len(kept), 2 * inner, hidden, dtype=dtype, device=device)
-    down_EHF = torch.empty(len(kept), hidden, inner, dtype=dtype, device=device)
-    views = {
-        number: (gate_up_E2FH[place, :inner], gate_up_E2FH[place, inner:], down_EHF[place])
-        for place, number in enumerate(kept)
-    }
-    if layout == "per_expert":
-        for number, parts in views.items():
-            for name, part in zip(PROJECTIONS, parts, strict=True):
-                part.copy_(read(f"{prefix}.experts.{number}.{name}.weight"))
-    else:
-        _read_stacked(prefix, layout, kept, gate_up_E2FH, down_EHF, read_part)
-    state = {
-        f"{number}.{name}.weight": part
-        for number, parts in views.items()
-        for name, part in zip(PROJECTIONS, parts, strict=True)
-    }
-    # `ExpertWeights` finds them in their places and copies nothing.
-    block.experts.load_state_dict(state, assign=True)  # type: ignore[union-attr, operator]
-
-
-def _read_stacked(
-    prefix: str,
-    layout: LayoutName,
-    kept: range,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
-    read_part: Callable[[str, range], Tensor],
-) -> None:
-    inner = down_EHF.shape[2]
-    if layout == "fused":
-        targets = dict(zip(FUSED, (gate_up_E2FH, down_EHF), strict=True))
-        stored = {name: f"{prefix}.{name}" for name in FUSED}
-    else:
-        parts = (gate_up_E2FH[:, :inner], gate_up_E2FH[:, inner:], down_EHF)
-        targets = dict(zip(PROJECTIONS, parts, strict=True))
-        stored = {name: f"{prefix}.experts.{name}" for name in PROJECTIONS}
-    for name, target in targets.items():
-        target.copy_(read_part(stored[name], kept))
