@@ -275,9 +275,9 @@ class DecoderLayer(nn.Module):
         attended, weights = getattr(self, self.attention_name)(self.input_layernorm(hidden_states), **attention)
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)
-        out, router = self.mlp(normed), (None,)
-        if isinstance(out, tuple):
+        out, router = self.mlp(normed), None
+        if isinstance(out, tuple):  # a patched block has no router to show under a plan
             out, router = out
         if hasattr(self, "shared_expert"):
             out = out + self.shared_expert(normed)
-        return hidden_states + out.to(hidden_states.device), weights, router[0]
+        return hidden_states + out.to(hidden_states.device), weights, None if router is None else router[0]

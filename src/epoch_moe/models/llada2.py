@@ -170,7 +170,7 @@ class LLaDA2MoeGate(nn.Module):
             topk_idx ``[T,K]`` int64, topk_weight ``[T,K]`` fp32, logits ``[T,E]`` fp32. The block-pool router forms
             its pools from position 0 of the given sequences, padding included: pass whole blocks.
         """
-        batch = hidden_states.shape[0] if hidden_states.dim() == 3 else 1
+        batch = hidden_states.shape[0] if hidden_states.dim() == 3 and hidden_states.numel() else 1
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing, scores = route(x_TH, self.weight, self.expert_bias, self.spec, batch=batch)
         return routing.ids_TK, routing.weights_TK, scores.logits_TE

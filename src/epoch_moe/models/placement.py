@@ -23,6 +23,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         found = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r}: expected 'cpu', 'cuda', 'cuda:0' or another torch device") from error
+    if found.type == "cpu":
+        return torch.device("cpu")  # what tensors on "cpu:0" say
     if found.type == "meta":
         raise ValueError("device='meta' holds no weights: expected a device such as 'cpu' or 'cuda'")
     if found.type == "cuda":
