@@ -155,7 +155,8 @@ TABLE: dict[str, tuple[Call, dict[str, str]]] = {
     "residency_report": (lambda models, **a: epoch_moe.residency_report(**{"model": models["blocks"], **a}),
                          {"model": "required", "reset": "flag"}),
     "load_model": (lambda models, **a: epoch_moe.load_model(**{"path_or_id": "tiny-llada2", **a}), {
-        "path_or_id": "path", "dtype": "word", "device": "word", "device_map": "object", "attn_implementation": "word", "revision": "path",
+        "path_or_id": "path", "dtype": "word", "device": "word", "device_map": "object", "attn_implementation": "word",
+        "revision": "path",
         "local_files_only": "flag", "ep_layout": "word", "ep_capacity": "whole or None", "residency": "object",
     }),
     "open_context": (lambda models, **a: open_context(**{"model": models["blocks"], **a}),
