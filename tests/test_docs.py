@@ -1,12 +1,14 @@
 """The Python in README and docs runs as printed, and does what the text around it says."""
 
 import ast
+import doctest
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import epoch_moe
 from epoch_moe import EpochConfig, generate, load_model, patched
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +62,16 @@ def test_the_readme_names_every_page_and_links_lead_somewhere():
                 titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
                 slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_examples_in_docstrings_print_what_they_say():
+    finder, said = doctest.DocTestFinder(), []
+    found = [test for name in epoch_moe.__all__ for test in finder.find(getattr(epoch_moe, name), name)]
+    examples = {test.name: test for test in found if test.examples}
+    assert {"generate", "generate_semi_autoregressive"} <= set(examples)
+    for test in examples.values():
+        failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append).failed
+        assert failed == 0, "".join(said)
 
 
 @pytest.mark.parametrize("text", ["work out 1+3+1+1+4+7-6:", "work out 2+3+9-9+8-3+3:"])

@@ -10,10 +10,11 @@ from reference_edit import reference_rewrite
 
 import epoch_moe
 from epoch_moe import EpochConfig, patched
-from epoch_moe.decoding import block_diffusion, generate, rules
+from epoch_moe.decoding import generate, rules
 from epoch_moe.decoding.canvas import Canvas
+from epoch_moe.decoding.parts import model_parts
 from epoch_moe.decoding.rules import RewriteRule
-from epoch_moe.decoding.settings import check_settings
+from epoch_moe.decoding.settings import block_diffusion_settings
 from epoch_moe.plan.context import UntrackedContext
 
 BLOCK, MASK = 8, 125
@@ -131,7 +132,7 @@ def test_every_row_behind_the_prompt_is_live(model, prompts, traced, monkeypatch
             return super().iteration(ids_BS, **kwargs)
 
     recorder, heads = Recorder(), []
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
+    monkeypatch.setattr("epoch_moe.decoding.request.open_context", lambda model, plan, **kwargs: recorder)
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: heads.append(args[0].shape[0]))
     with traced(model) as calls:
         generate(model, prompts[:3], use_cache=use_cache, **ARGUMENTS)
@@ -214,23 +215,23 @@ def test_a_model_that_writes_masks_ends(model, prompt):
 def test_edits_that_undo_each_other_end(model, prompt, monkeypatch):
     """Two rows take turns in being masked again."""
     monkeypatch.setattr(rules, "MAX_ITERATIONS", 30)
-    settings = check_settings(
-        model,
-        128,
+    settings = block_diffusion_settings(
+        model_parts(model),
         **{"gen_length": 2, "block_length": 2, "steps": 2, "threshold": 0.5, "editing_threshold": 0.5},
         **{"max_post_steps": 4, "num_to_transfer": 1, "temperature": 0.0, "top_k": None, "top_p": None},
-        **{"eos_early_stop": False, "minimal_topk": 1, "eos_token_id": None, "mask_token_id": None},
+        **{"eos_early_stop": False, "minimal_topk": 1, "use_cache": True, "eos_token_id": None, "mask_token_id": None},
         prefill_chunk=64,
     )
-    rule = RewriteRule(settings, Canvas([prompt(2)], settings, torch.device("cpu")), 2, 4)
-    ids, left, iterations = torch.tensor([[5, MASK]]), torch.tensor([[2]]), 0
-    while int(left):
+    rule = RewriteRule(settings, Canvas([prompt(2)], settings, torch.device("cpu"), own_grid=True), 2, 4)
+    ids, iterations = torch.tensor([[5, MASK]]), 0
+    while int(rule.left_B1):
         logits = torch.zeros(2, 128)
         for row in range(2):
             logits[row, 5 if ids[0, row] == MASK else MASK] = 20.0
-        decision = rule.commit(ids, rule.live(ids, left), logits, torch.arange(2))
-        assert not torch.equal(decision.ids_BN, ids)
-        ids, left, iterations = decision.ids_BN, decision.left_B1, iterations + 1
+        before = ids
+        ids, _ = rule.commit(ids, rule.live(ids), logits, torch.arange(2))
+        assert not torch.equal(ids, before)
+        iterations += 1
     assert iterations == 30
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from reference_edit import Edited, reference_edits, reference_joint
 
 from epoch_moe import EpochConfig, patched
-from epoch_moe.decoding import block_diffusion, generate, joint
+from epoch_moe.decoding import generate, joint
 from epoch_moe.decoding.joint import apply_edits
 from epoch_moe.plan.block_plan import BlockPlan
-from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.context import BlockPlanContext, UntrackedContext
 
 BLOCK, MASK, DELETE, SPLIT = 8, 125, 126, 127
 SPECIAL = {"mask": MASK, "delete": DELETE, "split": SPLIT}
@@ -198,14 +198,14 @@ def test_a_plan_told_of_moved_rows_recomputes_them(load_checkpoint):
 def test_the_loop_says_what_moved(model, prompts, monkeypatch):
     seen = []
 
-    class Recorder(block_diffusion.UntrackedContext):
+    class Recorder(UntrackedContext):
         @contextmanager
         def iteration(self, ids_BS, **kwargs):
             seen.append((ids_BS[:, -BLOCK:], kwargs["changed_BN"]))
             yield
 
     recorder = Recorder()
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
+    monkeypatch.setattr("epoch_moe.decoding.request.open_context", lambda model, plan, **kwargs: recorder)
     generate(model, prompts[:1], max_post_steps=3, **ARGUMENTS)
     moved = 0
     for (before, _), (after, changed) in pairwise(seen):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import epoch_moe
-from epoch_moe.decoding import block_diffusion, generate
+from epoch_moe.decoding import generate
 from epoch_moe.plan.context import UntrackedContext
 
 BLOCK, MASK = 8, 125
@@ -57,7 +57,7 @@ class Recorder(UntrackedContext):
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_calls_of_both_clocks(model, prompts, traced, monkeypatch, use_cache):
     recorder = Recorder()
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
+    monkeypatch.setattr("epoch_moe.decoding.request.open_context", lambda model, plan, **kwargs: recorder)
     with traced(model) as calls:
         out = generate(model, prompts, use_cache=use_cache, **ARGUMENTS)
     iterations = [(block, it) for block in recorder.blocks for it in block["iterations"]]
@@ -92,7 +92,7 @@ def test_calls_of_both_clocks(model, prompts, traced, monkeypatch, use_cache):
 def test_head_rows_do_not_change_tokens(model, prompts, monkeypatch, lm_head_rows):
     expected = generate(model, prompts, **ARGUMENTS)
     recorder = Recorder(lm_head_rows)
-    monkeypatch.setattr(block_diffusion, "open_context", lambda model, plan, **kwargs: recorder)
+    monkeypatch.setattr("epoch_moe.decoding.request.open_context", lambda model, plan, **kwargs: recorder)
     assert torch.equal(generate(model, prompts, **ARGUMENTS).sequences, expected.sequences)
     iterations = [it["ids"] for block in recorder.blocks for it in block["iterations"]]
     per_forward = [

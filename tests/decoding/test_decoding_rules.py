@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epoch_moe.decoding import choose_rows, sample_tokens, transfer_schedule
-from epoch_moe.decoding.sampling import keep_top_k, keep_top_p
+from epoch_moe.decoding.sampling import warp
 
 
 @given(block=st.integers(1, 70), steps=st.integers(1, 80))
@@ -62,7 +62,7 @@ def test_no_rows_give_no_tokens():
 @pytest.mark.parametrize("top_k", [None, 0, 1, 2, 5, 33, 100])
 def test_top_k_keeps_the_largest_and_ties_with_the_last(top_k):
     logits = torch.randint(0, 6, (20, 33)).float()
-    kept = keep_top_k(logits, top_k)
+    kept = warp(logits, 1.0, top_k=top_k)
     for row, result in zip(logits.tolist(), kept.tolist(), strict=True):
         edge = sorted(row, reverse=True)[min(top_k or 33, 33) - 1]
         assert result == [v if v >= edge else -math.inf for v in row]
@@ -71,7 +71,7 @@ def test_top_k_keeps_the_largest_and_ties_with_the_last(top_k):
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.3, 0.7, 0.99, 1.0])
 def test_top_p_keeps_the_smallest_set_that_exceeds_it(top_p):
     logits = torch.randn(20, 33) * 2
-    kept = keep_top_p(logits, top_p).isfinite()
+    kept = warp(logits, 1.0, top_p=top_p).isfinite()
     for row in range(20):
         probs = logits[row].softmax(-1).tolist()
         order = sorted(range(33), key=lambda i: -probs[i])

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from epoch_moe.decoding.block_diffusion import _BlockLoop, make_rule
-from epoch_moe.decoding.canvas import Canvas
-from epoch_moe.decoding.settings import BlockDiffusionSettings
+from epoch_moe.decoding.block_diffusion import BlockLoop
+from epoch_moe.decoding.loop import DecodeLoop
+from epoch_moe.decoding.parts import ModelParts
+from epoch_moe.decoding.request import Request
+from epoch_moe.decoding.semi_autoregressive import CanvasLoop
+from epoch_moe.decoding.settings import BlockDiffusionSettings, CanvasSettings
 from epoch_moe.plan.context import UntrackedContext
 
 SETTINGS = BlockDiffusionSettings(
@@ -26,7 +29,8 @@ SETTINGS = BlockDiffusionSettings(
     temperature=0.0,
     top_k=None,
     top_p=None,
-    eos_early_stop=True,
+    stop_in_block=True,
+    use_cache=True,
     prefill_chunk=64,
     mask_id=125,
     eos_ids=(124,),
@@ -56,24 +60,42 @@ class Base(nn.Module):
         return SimpleNamespace(last_hidden_state=self.embedding(input_ids))
 
 
+def parts() -> ModelParts:
+    base = Base()
+    return ModelParts(base, base, nn.Linear(16, 128, bias=False), native=True)
+
+
+def check_iterations(loop: DecodeLoop, begin: int, end: int) -> None:
+    left, block_rule = loop.canvas.undecoded(begin, end), loop.make_rule(begin, end)
+    for _ in range(3):  # as far as LLaDA2.2's final round
+        left_B = loop.iterate(block_rule, left)
+        left = [left[0], 0]  # also with a sequence that is done
+    with pytest.raises(DataDependentOutputException):
+        left_B.tolist()
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @torch.no_grad()
 def test_an_iteration_has_no_host_sync(rule, use_cache, sampling):
-    settings = replace(SETTINGS, **sampling, **RULES[rule])
+    settings = replace(SETTINGS, use_cache=use_cache, **sampling, **RULES[rule])
     with FakeTensorMode():
         prompts = [torch.zeros(length, dtype=torch.long) for length in (3, 20)]
-        base, head = Base(), nn.Linear(16, 128, bias=False)
-        canvas = Canvas(prompts, settings, torch.device("cpu"))
-        loop = _BlockLoop(base, head, UntrackedContext(), canvas, settings, use_cache, None)
-        begin, end, left = 16, 24, canvas.undecoded(16, 24)
-        assert left == [5, 4]
-        left_B1, moved_B1 = torch.tensor(left).unsqueeze(1), None
-        block_rule = make_rule(settings, canvas, begin, end, None)
-        for _ in range(3):  # as far as LLaDA2.2's final round
-            bias = loop.attention_bias(0, end)
-            left_B1, moved_B1 = loop.iterate(block_rule, 0, left, left_B1, moved_B1, bias)
-            left = [left[0], 0]  # also with a sequence that is done
-        with pytest.raises(DataDependentOutputException):
-            left_B1.tolist()
+        loop = BlockLoop(parts(), settings, Request(prompts, UntrackedContext()))
+        assert loop.canvas.undecoded(16, 24) == [5, 4]
+        check_iterations(loop, 16, 24)
+
+
+@pytest.mark.parametrize("cfg_scale", [0.0, 1.5])
+@pytest.mark.parametrize("remasking", ["low_confidence", "random"])
+@torch.no_grad()
+def test_a_step_on_the_canvas_has_no_host_sync(cfg_scale, remasking):
+    settings = CanvasSettings(
+        gen_length=16, block_length=8, schedule=(3, 3, 2), temperature=0.5, drop_ended=False, mask_id=125,
+        eos_ids=(124,), pad_id=124, cfg_scale=cfg_scale, remasking=remasking,
+    )  # fmt: skip
+    with FakeTensorMode():
+        prompts = [torch.zeros(length, dtype=torch.long) for length in (3, 20)]
+        loop = CanvasLoop(parts(), settings, Request(prompts, UntrackedContext()))
+        check_iterations(loop, 20, 28)

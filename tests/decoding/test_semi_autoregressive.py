@@ -12,7 +12,8 @@ from torch import Tensor
 
 import epoch_moe
 from epoch_moe.config import EpochConfig
-from epoch_moe.decoding.semi_autoregressive import add_gumbel_noise, generate_semi_autoregressive
+from epoch_moe.decoding import generate_semi_autoregressive
+from epoch_moe.decoding.sampling import add_gumbel_noise
 from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEModelLM
 from epoch_moe.plan.block_plan import BlockPlan
@@ -67,7 +68,7 @@ def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(future_rows: str
 
 
 def fresh_rows(model: LLaDAMoEModelLM, config: EpochConfig, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The fresh canvas slots of every forward."""
+    """The fresh canvas positions of every forward."""
     seen: list[list[int]] = []
     original = BlockPlan.complete
 
@@ -96,11 +97,11 @@ def test_which_rows_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert fresh == everything
                 continue
             begin, end = 5 + 4 * block, 9 + 4 * block
-            inside = [slot for slot in fresh if begin <= slot < end]
+            inside = [row for row in fresh if begin <= row < end]
             # Step s has 4 - s masks left, and the row that the step before it committed is new.
             assert len(inside) == 4 - step + 1
             behind = everything[end:] if future_rows == "fresh" else []
-            assert [slot for slot in fresh if not begin <= slot < end] == behind
+            assert [row for row in fresh if not begin <= row < end] == behind
     refreshed = fresh_rows(model, EpochConfig(coverage=None, refresh_interval=2), monkeypatch)
     assert [len(fresh) == 17 for fresh in refreshed] == [True, False] * 6
 

@@ -9,8 +9,7 @@ With the K/V cache, an iteration's forward holds the block's rows only. The firs
 them, as *lead* rows, what became final since (the prompt's whole blocks; later the finished block): the block-causal
 mask keeps lead rows blind to the new block, so their K/V are final and cost no forward of their own.
 
-Shape suffixes: B sequences, S rows of a forward per sequence (C lead rows, then the window), N rows of the block,
-W slots of the canvas, R live rows, H hidden, V vocabulary.
+Shape suffixes: B sequences, S rows of a forward per sequence, K keys.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.checks import flag
-from epoch_moe.decoding.canvas import Canvas, PromptIds, read_request
 from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
-from epoch_moe.decoding.not_numbers import BROKEN, not_numbers
-from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.parts import is_canvas_model, is_native, model_parts, progress_bar, runnable
+from epoch_moe.decoding.loop import DecodeLoop
+from epoch_moe.decoding.output import BlockDiffusionOutput
+from epoch_moe.decoding.parts import ModelParts, is_canvas_model, model_parts
+from epoch_moe.decoding.request import PromptIds, Request, read_request
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
-from epoch_moe.decoding.settings import BlockDiffusionSettings, check_settings
-from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
-from epoch_moe.plan.packed import true_places
+from epoch_moe.decoding.settings import BlockDiffusionSettings, block_diffusion_settings
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
@@ -116,260 +112,112 @@ def generate(
         ValueError: an argument, a prompt or the model's configuration is not usable; the message says what to do.
         TypeError: an argument of the wrong kind.
         FloatingPointError: logits are NaN or inf; it names the requests, and the weight that is.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, tokenizer = epoch_moe.load_model("tiny-llada2")
+        >>> prompt = tokenizer("sum 3 6 5 4 2:", return_tensors="pt")["input_ids"]
+        >>> out = epoch_moe.generate(model, prompt, gen_length=32)
+        >>> tokenizer.decode(out.answers[0], skip_special_tokens=True)
+        '3+6=9+5=14+4=18+2=20 so 20'
     """
-    model = runnable(model)
-    base, head = model_parts(model)
-    config = model.config
-    if is_canvas_model(config):
+    parts = model_parts(model)
+    if is_canvas_model(parts.config):
         raise ValueError(
             f"{type(model).__name__} sees its whole canvas from both sides, so blocks cannot be cached: call "
             "epoch_moe.generate_semi_autoregressive"
         )
-    vocab_size = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    settings = check_settings(
-        model,
-        vocab_size,
-        gen_length=gen_length,
-        block_length=block_length,
-        steps=steps,
-        threshold=threshold,
-        editing_threshold=editing_threshold,
-        max_post_steps=max_post_steps,
-        num_to_transfer=num_to_transfer,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_early_stop=eos_early_stop,
-        minimal_topk=minimal_topk,
-        eos_token_id=eos_token_id,
-        mask_token_id=mask_token_id,
-        prefill_chunk=prefill_chunk,
-    )
-    flag("use_cache", use_cache)
-    device = base.get_input_embeddings().weight.device  # type: ignore[operator]
-    prompts = read_request(
-        config, settings, vocab_size, device, input_ids, attention_mask, streamer, generator, progress
-    )
-    canvas = Canvas(prompts, settings, device)
-    loop = _BlockLoop(base, head, open_context(model, plan, record=record), canvas, settings, use_cache, generator)
-    try:
-        with loop.context.decode():
-            if streamer is not None:
-                streamer.put(prompts[0].cpu().unsqueeze(0))
-            loop.run(streamer, progress)
-    finally:
-        # Also after an error: a consumer in another thread (TextIteratorStreamer) would wait for ever.
-        if streamer is not None:
-            streamer.end()
-    return loop.log.output(
-        settings.pad_id,
-        device,
-        forwards=loop.forwards,
-        prefill_forwards=loop.prefill_forwards,
-        counters=loop.context.counters,
-    )
+    settings = block_diffusion_settings(
+        parts, gen_length=gen_length, block_length=block_length, steps=steps, threshold=threshold,
+        editing_threshold=editing_threshold, max_post_steps=max_post_steps, num_to_transfer=num_to_transfer,
+        temperature=temperature, top_k=top_k, top_p=top_p, eos_early_stop=eos_early_stop, minimal_topk=minimal_topk,
+        eos_token_id=eos_token_id, mask_token_id=mask_token_id, use_cache=use_cache, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    request = read_request(
+        parts, settings, input_ids=input_ids, attention_mask=attention_mask, plan=plan, record=record,
+        streamer=streamer, progress=progress, generator=generator,
+    )  # fmt: skip
+    return BlockLoop(parts, settings, request).decode()
 
 
-class _BlockLoop:
-    """The state of one `generate` call."""
+class BlockLoop(DecodeLoop[BlockDiffusionSettings]):
+    """Forwards over the block and its lead rows with a K/V cache, or over everything up to the block without one."""
 
-    def __init__(
-        self,
-        base: nn.Module,
-        head: nn.Module,
-        context: BlockPlanContext | UntrackedContext,
-        canvas: Canvas,
-        settings: BlockDiffusionSettings,
-        use_cache: bool,
-        generator: torch.Generator | None,
-    ):
-        self.base, self.head, self.context = base, head, context
-        self.canvas, self.settings, self.generator = canvas, settings, generator
-        self.dtype = base.get_input_embeddings().weight.dtype  # type: ignore[operator]
-        self.native = is_native(base)
-        self.cache: BlockKVCache | None = None
-        if use_cache:
-            self.cache = BlockKVCache(base.config.num_hidden_layers, canvas.ids_BW.shape[1])  # type: ignore[union-attr]
-        self.log = AnswerLog(canvas.batch, settings.gen_length, settings.eos_ids)
-        self.numbers = list(range(canvas.batch))  # which answer each row of the (shrinking) batch belongs to
-        self.forwards = self.prefill_forwards = 0
+    own_grid = True
 
-    def run(self, streamer: Any, progress: bool) -> None:
-        """Decode block after block until every answer is complete."""
-        block = self.settings.block_length
-        starts = range(self.canvas.first_block, self.canvas.ids_BW.shape[1], block)
-        with progress_bar(len(starts), disable=not progress) as bar:
-            for begin in starts:
-                self.decode_block(begin, begin + block)
-                self.close_block(begin, begin + block, streamer)
-                bar.update()
-                bar.set_postfix(tokens=sum(map(len, self.log.answers)), forwards=self.forwards)
-                if not self.numbers:
-                    break
+    def __init__(self, parts: ModelParts, settings: BlockDiffusionSettings, request: Request):
+        super().__init__(parts, settings, request)
+        layers = parts.base.config.num_hidden_layers  # type: ignore[union-attr]
+        self.cache = BlockKVCache(layers, self.canvas.width) if settings.use_cache else None
+        self._bias: tuple[int, int, Tensor | None] = (0, 0, None)
 
-    def decode_block(self, begin: int, end: int) -> None:
-        """Iterate over the block in slots ``begin:end`` until its rule is done with every sequence."""
-        first = self.prefill(begin) if self.cache is not None else 0
-        batch, block = self.canvas.batch, end - begin
-        window = end if self.cache is None else block
-        rule = make_rule(self.settings, self.canvas, begin, end, self.generator)
-        left = self.canvas.undecoded(begin, end)
-        left_B1 = torch.tensor(left, device=self.canvas.ids_BW.device).unsqueeze(1)
-        moved_B1: Tensor | None = None
-        bias, bias_begin = None, -1
-        with self.context.block(batch=batch, window=window, prefix=window - block, prefix_constant=True):
-            while any(left):
-                if first != bias_begin:
-                    bias, bias_begin = self.attention_bias(first, end), first
-                left_B1, moved_B1 = self.iterate(rule, first, left, left_B1, moved_B1, bias)
-                left = left_B1.flatten().tolist()  # this loop's only host sync (a plan has its own)
-                if BROKEN in left:
-                    requests = [self.numbers[row] for row, rows in enumerate(left) if rows == BROKEN]
-                    raise not_numbers(requests, self.base, self.head)
-                if self.cache is not None and first < begin:
-                    self.cache.commit(begin - first)
-                    first = begin
+    def make_rule(self, begin: int, end: int) -> BlockRule:
+        """LLaDA2.0's without editing, else LLaDA2.1's or LLaDA2.2's."""
+        if self.settings.editing_threshold is None:
+            kind: type[BlockRule] = UnmaskRule
+        else:
+            kind = RewriteRule if self.settings.delete_id is None else JointRule
+        return kind(self.settings, self.canvas, begin, end, self.request.generator)
 
-    def iterate(
-        self,
-        rule: BlockRule,
-        first: int,
-        left: list[int],
-        left_B1: Tensor,
-        moved_B1: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One forward over the slots from ``first`` to the end of the rule's block, and what the rule makes of it.
+    def open_block(self, begin: int, end: int) -> dict[str, Any]:
+        """Write K/V of the prompt's first blocks, until at most `prefill_chunk` positions before ``begin`` are left."""
+        prefix = begin
+        if self.cache is not None:
+            prefix, block = 0, self.settings.block_length
+            chunk = max(self.settings.prefill_chunk // block, 1) * block
+            while begin - self.cache.length > chunk:
+                first, last = self.cache.length, self.cache.length + chunk
+                ids_BS = self.canvas.ids_BW[:, first:last]
+                with self.context.prefill(ids_BS, self.canvas.real(first, last) if self.canvas.padded else None):
+                    self.forward(ids_BS, first)
+                self.cache.commit(chunk)
+                self.prefill_forwards += 1
+        window = prefix + end - begin
+        return {"batch": self.canvas.batch, "window": window, "prefix": prefix, "prefix_constant": True}
 
-        Args:
-            rule: of the block.
-            first: the forward's first slot.
-            left: live rows of each sequence, 0 for those that are done with this block.
-            left_B1: the same on the device.
-            moved_B1: bool, sequences whose tokens moved to other rows in the last iteration; None: no sequence.
-            bias: the attention mask.
+    def span(self, begin: int, end: int) -> tuple[int, int, int]:
+        """What is not in the cache yet, up to the block's end."""
+        if self.cache is None:
+            return 0, end, 0
+        return self.cache.length, end, begin - self.cache.length
 
-        Returns:
-            `left_B1` and `moved_B1` after the iteration.
+    def iterate(self, rule: BlockRule, left: list[int]) -> Tensor:
+        """See `DecodeLoop.iterate`; then the forward's lead rows are in the cache for good."""
+        left_B = super().iterate(rule, left)
+        if self.cache is not None:
+            self.cache.commit(rule.begin - self.cache.length)
+        return left_B
+
+    def model_inputs(self, first: int, last: int) -> dict[str, Any]:
+        """Block-causal attention over the cache and the forward's own rows."""
+        if self._bias[:2] != (first, last):  # the iterations of a block share it
+            self._bias = first, last, self.attention_bias(first, last)
+        return {
+            "attention_mask": self._bias[2],
+            "position_ids": self.canvas.position_ids(first, last),
+            "past_key_values": self.cache,
+            "use_cache": self.cache is not None,
+        }
+
+    def attention_bias(self, first: int, last: int) -> Tensor | None:
+        """The additive mask ``[B|1,1,S,K]`` of queries ``first:last`` over keys ``0:last``; None: all are seen.
+
+        A query sees its own block and the blocks before it, without the padding. Padding queries see padding: their
+        output is never used, but a softmax over nothing would put NaN into their keys and values.
         """
-        canvas, begin, end = self.canvas, rule.begin, rule.end
-        block = end - begin
-        ids_BS = canvas.ids_BW[:, first:end].clone()  # a snapshot: the plan compares the ids of consecutive forwards
-        ids_BN = ids_BS[:, -block:]
-        before = ids_BS.shape[1] - block
-        lead = before if self.cache is not None else 0
-        live_BN = rule.live(ids_BN, left_B1)
-        # A row that holds another row's token now: what is cached for it says nothing, whatever its own token is.
-        changed_BN = None if moved_B1 is None else moved_B1.expand_as(live_BN)
-        with self.context.iteration(
-            ids_BS,
-            mask_id=self.settings.mask_id,
-            valid_BS=self.valid(first, begin, end, left, left_B1),
-            lead=lead,
-            live_BN=_behind(live_BN, before - lead),
-            changed_BN=None if changed_BN is None else _behind(changed_BN, before - lead),
-        ):
-            hidden_BSH = self.forward(ids_BS, first, bias)
-        self.forwards += 1
-        decision = rule.commit(ids_BN, live_BN, *self.live_logits(hidden_BSH[:, -block:], live_BN, left))
-        canvas.ids_BW[:, begin:end] = decision.ids_BN
-        self.context.end_iteration(nn.functional.pad(decision.confidence_BN, (before, 0), value=1.0))
-        broken_B1 = ~decision.confidence_BN.isfinite().all(dim=1, keepdim=True)
-        return decision.left_B1.masked_fill(broken_B1, BROKEN), decision.moved_B1
-
-    def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits ``[R,V]`` fp32 of the live rows, and their numbers ``[R]`` among the B x N rows of the block."""
-        live_rows = sum(left)
-        rows_R = true_places(live_BN.flatten(), live_rows)
-        hidden_TH = hidden_BNH.reshape(-1, hidden_BNH.shape[-1])
-        if self.context.lm_head_rows == "live":
-            self.context.count_lm_head(live_rows)
-            return self.head(hidden_TH[rows_R.to(hidden_TH.device)]).float(), rows_R
-        # All rows of the block, of the sequences that are not done with it.
-        busy_BN = (live_BN.any(dim=1, keepdim=True)).expand_as(live_BN)
-        busy_rows = sum(1 for rows in left if rows) * live_BN.shape[1]
-        busy_T = true_places(busy_BN.flatten(), busy_rows)
-        logits_TV = self.head(hidden_TH[busy_T.to(hidden_TH.device)])
-        self.context.count_lm_head(busy_rows)
-        return logits_TV[true_places(live_BN.flatten()[busy_T], live_rows).to(logits_TV.device)].float(), rows_R
-
-    def close_block(self, begin: int, end: int, streamer: Any) -> None:
-        """Log the block's tokens, stream them, and drop the sequences whose answer is complete."""
-        kept = []
-        for row, tokens in enumerate(self.canvas.ids_BW[:, begin:end].tolist()):
-            number = self.numbers[row]
-            added = self.log.add(number, tokens[max(0, self.canvas.prompt_ends[row] - begin) :])
-            if streamer is not None and added:
-                streamer.put(torch.tensor(added))
-            if not self.log.finished(number):
-                kept.append(row)
-        if len(kept) < len(self.numbers):
-            self.numbers = [self.numbers[row] for row in kept]
-            if kept:
-                self.canvas.select(kept)
-                if self.cache is not None:
-                    self.cache.select(kept)
-
-    def prefill(self, begin: int) -> int:
-        """Write K/V of the prompt's first blocks, until at most `prefill_chunk` slots before ``begin`` are left.
-
-        Returns:
-            The first slot that is not in the cache.
-        """
-        assert self.cache is not None
-        block = self.settings.block_length
-        chunk = max(self.settings.prefill_chunk // block, 1) * block
-        while begin - self.cache.length > chunk:
-            first = self.cache.length
-            end = first + chunk
-            ids_BS = self.canvas.ids_BW[:, first:end]
-            with self.context.prefill(ids_BS, self.canvas.real(first, end) if self.canvas.padded else None):
-                self.forward(ids_BS, first, self.attention_bias(first, end))
-            self.cache.commit(chunk)
-            self.prefill_forwards += 1
-        return self.cache.length
-
-    def forward(self, ids_BS: Tensor, first: int, bias: Tensor | None) -> Tensor:
-        """Hidden states ``[B,S,H]`` of the ids in slots ``first:``."""
-        out = self.base(
-            input_ids=ids_BS,
-            attention_mask=bias,
-            position_ids=self.canvas.positions(first, first + ids_BS.shape[1]),
-            past_key_values=self.cache,
-            use_cache=self.cache is not None,
-            return_dict=True,
-        )
-        self.context.count_attention(ids_BS.numel() * (first + ids_BS.shape[1]))
-        hidden_BSH: Tensor = out.last_hidden_state
-        return hidden_BSH
-
-    def attention_bias(self, first: int, end: int) -> Tensor | None:
-        """The attention mask of a forward over slots ``first:end``; see `Canvas.attention_bias`."""
-        bias = self.canvas.attention_bias(first, end, self.dtype)
-        if bias is None and not self.native:
-            # The released files read "no mask" as causal as soon as there are cached keys.
-            bias = torch.zeros((1, 1, end - first, end), dtype=self.dtype, device=self.canvas.ids_BW.device)
-        return bias
-
-    def valid(self, first: int, begin: int, end: int, left: list[int], left_B1: Tensor) -> Tensor | None:
-        """``[B,S]`` bool, False for padding and for block rows of sequences that are done with it; None: all True."""
-        if all(left) and not (self.canvas.padded and first < max(self.canvas.starts)):
+        block, canvas = self.settings.block_length, self.canvas
+        one_block = first // block == (last - 1) // block
+        if one_block and not canvas.padded and self.parts.native:
             return None
-        in_block_S = self.canvas.slots(first, end) >= begin
-        return self.canvas.real(first, end) & ~(in_block_S & (left_B1 == 0))
+        query_S, key_K = canvas.positions(first, last), canvas.positions(0, last)
+        seen_BSK = ((key_K // block).unsqueeze(0) <= (query_S // block).unsqueeze(1)).unsqueeze(0)
+        if canvas.padded:
+            seen_BSK = seen_BSK & (canvas.real(0, last).unsqueeze(1) | ~canvas.real(first, last).unsqueeze(2))
+        zero = torch.zeros((), dtype=self.parts.embedding_VH.dtype, device=seen_BSK.device)
+        return torch.where(seen_BSK, zero, float("-inf")).unsqueeze(1)
 
-
-def make_rule(
-    settings: BlockDiffusionSettings, canvas: Canvas, begin: int, end: int, generator: torch.Generator | None
-) -> BlockRule:
-    """The rule of the block in slots ``begin:end``: LLaDA2.0's without editing, else LLaDA2.1's or LLaDA2.2's."""
-    if settings.editing_threshold is None:
-        return UnmaskRule(settings, canvas, begin, end, generator)
-    if settings.delete_id is None:
-        return RewriteRule(settings, canvas, begin, end, generator)
-    return JointRule(settings, canvas, begin, end, generator)
-
-
-def _behind(mask_BN: Tensor, prefix: int) -> Tensor:
-    """A mask over the block as one over the window, whose first `prefix` rows lie before the block."""
-    return nn.functional.pad(mask_BN, (prefix, 0), value=False) if prefix else mask_BN
+    def select(self, kept: list[int]) -> None:
+        """Also in the cache."""
+        super().select(kept)
+        if self.cache is not None:
+            self.cache.select(kept)

@@ -14,10 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.decoding.canvas import Canvas
 from epoch_moe.decoding.commit import choose_rows
-from epoch_moe.decoding.rules import MAX_ITERATIONS, Decision, EditingRule, scatter_rows
-from epoch_moe.decoding.settings import BlockDiffusionSettings
+from epoch_moe.decoding.rules import MAX_ITERATIONS, EditingRule, scatter_rows
 
 ESCAPES = 5
 """Changed rows at most that get another token where a block would come back to a state it had before."""
@@ -80,20 +78,13 @@ class JointRule(EditingRule):
     mask id is never drawn (the released loop does not forbid it), so the final round leaves no mask.
     """
 
-    def __init__(
-        self,
-        settings: BlockDiffusionSettings,
-        canvas: Canvas,
-        begin: int,
-        end: int,
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(settings, canvas, begin, end, generator)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # Masks fill the block behind the prompt when it begins.
-        self.original_BN, self.initial_B1 = self.answer_BN, self.rows_B1
+        self.original_BN, self.initial_B1 = self.answer_BN, self.left_B1
         self.seen: list[Tensor] = []
 
-    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
+    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlockRule.commit`."""
         s = self.settings
         assert s.delete_id is not None and s.split_id is not None
@@ -133,10 +124,9 @@ class JointRule(EditingRule):
         now_full_B1 = ~(live_BN & (new_BN == s.mask_id)).any(dim=1, keepdim=True)
         # Edits may push the last original mask out of the block: then no final round comes with max_post_steps=0.
         done_B1 = stable_B1 | final_B1 | (now_full_B1 & (self.post_B1 >= s.max_post_steps))
-        done_B1 = done_B1 | ~live_BN.any(dim=1, keepdim=True)
         self.step += 1
-        left_B1 = torch.where(done_B1, 0, self.rows_B1)
-        return Decision(new_BN, confidence_BN, left_B1, moved_BN.any(dim=1, keepdim=True))
+        self.left_B1, self.moved_B1 = self.left_B1.masked_fill(done_B1, 0), moved_BN.any(dim=1, keepdim=True)
+        return new_BN, confidence_BN
 
     def _masks_to_fill(self, masked_BN: Tensor, original_BN: Tensor, confidence_BN: Tensor) -> Tensor:
         """``[B,N]`` bool: the masks that this iteration fills, before the final round's."""

@@ -63,8 +63,11 @@ class AnswerLog:
         """Append a finished block's tokens behind the prompt.
 
         Returns:
-            The tokens that belong to the answer: those up to the first end id and up to `gen_length`.
+            The tokens that belong to the answer: those up to the first end id and up to `gen_length`; none of a
+            finished one.
         """
+        if self.finished(sequence):
+            return []
         room = self.gen_length - len(self.answers[sequence])
         taken = block[:room]
         for index, token in enumerate(taken):

@@ -1,14 +1,15 @@
 """What the decoding loops need of a model.
 
-Shape suffixes: T rows.
+Shape suffixes: V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from epoch_moe.plan.patched import inner_model
 
@@ -16,8 +17,44 @@ _IN_PEFT = ("XLORA", "POLY")
 """Kinds of adapters whose weights depend on what peft's own forward passes on."""
 
 
-def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The base model and the LM head of a model that block diffusion can run."""
+@dataclass(frozen=True)
+class ModelParts:
+    """A model as the loops run it.
+
+    Attributes:
+        model: without peft's wrapper; its adapters lie in the layers.
+        base: the model without its LM head.
+        head: from hidden states ``[R,H]`` to logits ``[R,V]``.
+        native: without an attention mask every row sees every row, as in this library's classes. The released files
+            read "no mask" as causal as soon as there are cached keys.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    head: nn.Module
+    native: bool
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        """The input embedding: its device is that of token ids, its dtype that of attention masks."""
+        weight_VH: Tensor = self.base.get_input_embeddings().weight  # type: ignore[operator]
+        return weight_VH
+
+
+def model_parts(model: nn.Module) -> ModelParts:
+    """The parts of a model that a loop can run.
+
+    Raises:
+        TypeError: no language model with an LM head.
+        ValueError: it is in training mode, its attention takes no additive 4-D mask, or an adapter works in the forward
+            of peft's wrapper, which would be left out.
+    """
+    model = _without_peft(model)
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     if not isinstance(base, nn.Module) or not isinstance(head, nn.Module):
@@ -27,21 +64,17 @@ def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         )
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() before generate")
+    native = any(cls.__module__.startswith("epoch_moe.") for cls in type(base).__mro__)
     attention = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in attention or "flex" in attention or (attention == "eager" and not is_native(base)):
+    if "flash" in attention or "flex" in attention or (attention == "eager" and not native):
         raise ValueError(
             f"the model has attn_implementation={attention!r}, which does not take the additive 4-D masks of block "
             "diffusion: load it with attn_implementation='sdpa'"
         )
-    return base, head
+    return ModelParts(model, base, head, native)
 
 
-def runnable(model: nn.Module) -> nn.Module:
-    """The model itself, also of one that peft wraps: a loop calls its parts, with the adapters in their layers.
-
-    Raises:
-        ValueError: an adapter that works in the forward of peft's wrapper, which would be left out.
-    """
+def _without_peft(model: nn.Module) -> nn.Module:
     for name, config in (getattr(model, "peft_config", None) or {}).items():  # type: ignore[union-attr]
         kind = getattr(config, "peft_type", None)
         outside = getattr(config, "is_prompt_learning", False) or getattr(kind, "value", kind) in _IN_PEFT
@@ -54,20 +87,8 @@ def runnable(model: nn.Module) -> nn.Module:
     return inner_model(model)
 
 
-def is_native(base: nn.Module) -> bool:
-    """Whether a missing mask means bidirectional attention, as in this library's model classes."""
-    return any(cls.__module__.startswith("epoch_moe.") for cls in type(base).__mro__)
-
-
-def progress_bar(blocks: int, disable: bool) -> Any:
-    """A bar over blocks, for terminals and notebooks."""
-    from tqdm.auto import tqdm
-
-    return tqdm(total=blocks, unit="block", desc="generate", disable=disable)
-
-
 def loop_of(model: nn.Module) -> Callable[..., Any]:
-    """The loop that decodes a model: `generate`, or `generate_semi_autoregressive` for a bidirectional canvas."""
+    """The function that decodes a model: `generate`, or `generate_semi_autoregressive` for a fixed canvas."""
     from epoch_moe.decoding.block_diffusion import generate
     from epoch_moe.decoding.semi_autoregressive import generate_semi_autoregressive
 

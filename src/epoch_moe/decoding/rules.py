@@ -1,10 +1,10 @@
 """How a block's rows become tokens: one rule per released algorithm, one object per block.
 
 A rule says which rows' logits the next forward is read for, and what those logits do to the block. The loop around it
-(`epoch_moe.decoding.block_diffusion`) owns forwards, cache and plan. This file holds LLaDA2.0's rule, which only fills
+(`epoch_moe.decoding.loop`) owns forwards, cache and plan. This file holds LLaDA2.0's rule, which only fills
 masks, and LLaDA2.1's, which also rewrites tokens; LLaDA2.2's, which also moves them, is in `epoch_moe.decoding.joint`.
 
-Shape suffixes: B sequences, N rows of the block, W slots of the canvas, R live rows, V vocabulary.
+Shape suffixes: B sequences, N rows of the block, W positions of the canvas, R live rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,56 +18,43 @@ from torch import Tensor
 from epoch_moe.decoding.canvas import Canvas
 from epoch_moe.decoding.commit import choose_rows
 from epoch_moe.decoding.sampling import sample_tokens
-from epoch_moe.decoding.settings import BlockDiffusionSettings
+from epoch_moe.decoding.settings import BlockDiffusionSettings, Settings
 
 MAX_ITERATIONS = 1000
 """Iterations of an editing rule per block at most: edits may undo each other for ever, also in the released loops."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What one iteration did to a block.
-
-    Attributes:
-        ids_BN: int64, the block's tokens now.
-        confidence_BN: fp32, probability of the token drawn for each live row; 1 for the others.
-        left_B1: int64, live rows of the next iteration; 0 for a sequence that is done with the block.
-        moved_B1: bool, sequences whose tokens moved to other rows; None: no sequence.
-    """
-
-    ids_BN: Tensor
-    confidence_BN: Tensor
-    left_B1: Tensor
-    moved_B1: Tensor | None = None
-
-
+@dataclass(eq=False)
 class BlockRule(ABC):
     """The state of one block while it is decoded. Nothing here waits for the device.
 
-    Args:
-        settings: of the `generate` call.
-        canvas: whose slots ``begin:end`` are the block.
-        begin, end: the block's slots.
+    Attributes:
+        settings: of the decode.
+        canvas: where the block lies.
+        begin, end: the block's canvas positions.
         generator: source of randomness for temperature > 0.
+        step: iterations so far.
+        left_B1: int64, live rows of the next iteration; 0 for a sequence that is done with the block.
+        moved_B1: bool, sequences whose tokens moved to other rows in the last iteration; None: no sequence.
     """
 
-    def __init__(
-        self,
-        settings: BlockDiffusionSettings,
-        canvas: Canvas,
-        begin: int,
-        end: int,
-        generator: torch.Generator | None = None,
-    ):
-        self.settings, self.canvas, self.begin, self.end, self.generator = settings, canvas, begin, end, generator
+    settings: Settings
+    canvas: Canvas
+    begin: int
+    end: int
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
         self.step = 0
+        self.left_B1 = self.canvas.answer(self.begin, self.end).sum(dim=1, keepdim=True)
+        self.moved_B1: Tensor | None = None
 
     @abstractmethod
-    def live(self, ids_BN: Tensor, left_B1: Tensor) -> Tensor:
+    def live(self, ids_BN: Tensor) -> Tensor:
         """``[B,N]`` bool: rows whose logits can change a decision now, ``left_B1`` of each sequence."""
 
     @abstractmethod
-    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
+    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """Decide about the live rows, given the logits that a forward over ``ids_BN`` gave them.
 
         Args:
@@ -75,6 +62,10 @@ class BlockRule(ABC):
             live_BN: bool, as `live` said.
             logits_RV: fp32, of the live rows.
             rows_R: int64, their numbers among the B x N rows, ascending.
+
+        Returns:
+            The block's tokens now ``[B,N]`` int64, and the probability of the token that was drawn for each live row,
+            1 for the others: ``[B,N]`` fp32.
         """
 
     def draw(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,27 +89,27 @@ class UnmaskRule(BlockRule):
     """LLaDA2.0: masks become tokens, and tokens stay.
 
     Live are the masks. An iteration commits every row above the threshold, and at least its share of the schedule. A
-    sequence is done when no mask is left, after as many iterations as the schedule has, or, with `eos_early_stop`,
-    when an end id was just committed and no mask is left before it.
+    sequence is done when no mask is left, after as many iterations as the schedule has, or, with `stop_in_block`, when
+    an end id was just committed and no mask is left before it.
     """
 
-    def live(self, ids_BN: Tensor, left_B1: Tensor) -> Tensor:
+    def live(self, ids_BN: Tensor) -> Tensor:
         """Masks of the sequences that are not done."""
-        return (ids_BN == self.settings.mask_id) & (left_B1 > 0)
+        return (ids_BN == self.settings.mask_id) & (self.left_B1 > 0)
 
-    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
+    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlockRule.commit`."""
         tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
         need = self.settings.schedule[self.step]
         chosen_BN = choose_rows(confidence_BN, live_BN, need, self.settings.threshold)
         new_BN = torch.where(chosen_BN, tokens_BN, ids_BN)
-        left_B1 = (live_BN & (new_BN == self.settings.mask_id)).sum(dim=1, keepdim=True)
+        self.left_B1 = (live_BN & (new_BN == self.settings.mask_id)).sum(dim=1, keepdim=True)
         self.step += 1
         if self.step == len(self.settings.schedule):
-            left_B1 = torch.zeros_like(left_B1)
-        elif self.settings.eos_early_stop:
-            left_B1 = left_B1.masked_fill(self._ended(new_BN, chosen_BN), 0)
-        return Decision(new_BN, confidence_BN, left_B1)
+            self.left_B1 = torch.zeros_like(self.left_B1)
+        elif self.settings.stop_in_block:
+            self.left_B1 = self.left_B1.masked_fill(self._ended(new_BN, chosen_BN), 0)
+        return new_BN, confidence_BN
 
     def _ended(self, new_BN: Tensor, chosen_BN: Tensor) -> Tensor:
         """``[B,1]`` bool: an end id was just committed, and the answer has one without masks before it."""
@@ -136,22 +127,16 @@ class UnmaskRule(BlockRule):
 class EditingRule(BlockRule):
     """What the rules of LLaDA2.1 and LLaDA2.2 share: every row behind the prompt may change, so every one is live."""
 
-    def __init__(
-        self,
-        settings: BlockDiffusionSettings,
-        canvas: Canvas,
-        begin: int,
-        end: int,
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__(settings, canvas, begin, end, generator)
-        self.answer_BN = canvas.answer(begin, end)
-        self.rows_B1 = self.answer_BN.sum(dim=1, keepdim=True)
-        self.post_B1 = torch.zeros_like(self.rows_B1)
+    settings: BlockDiffusionSettings
 
-    def live(self, ids_BN: Tensor, left_B1: Tensor) -> Tensor:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.answer_BN = self.canvas.answer(self.begin, self.end)
+        self.post_B1 = torch.zeros_like(self.left_B1)
+
+    def live(self, ids_BN: Tensor) -> Tensor:
         """All rows behind the prompt, of the sequences that are not done."""
-        return self.answer_BN & (left_B1 > 0)
+        return self.answer_BN & (self.left_B1 > 0)
 
     def edited(self, ids_BN: Tensor, tokens_BN: Tensor, confidence_BN: Tensor, live_BN: Tensor) -> Tensor:
         """``[B,N]`` bool: tokens for which another one is now above the editing threshold (token to token)."""
@@ -167,7 +152,7 @@ class RewriteRule(EditingRule):
     done after an iteration that found no mask and rewrote nothing, or after `max_post_steps` that found no mask.
     """
 
-    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> Decision:
+    def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlockRule.commit`."""
         s = self.settings
         tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
@@ -186,5 +171,5 @@ class RewriteRule(EditingRule):
         self.step += 1
         if self.step == MAX_ITERATIONS:
             done_B1 = torch.ones_like(done_B1)
-        left_B1 = torch.where(done_B1 | ~live_BN.any(dim=1, keepdim=True), 0, self.rows_B1)
-        return Decision(new_BN, confidence_BN, left_B1)
+        self.left_B1 = self.left_B1.masked_fill(done_B1, 0)
+        return new_BN, confidence_BN

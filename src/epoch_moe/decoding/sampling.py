@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or temperature with top-k and top-p.
+"""From logits to tokens: greedy; temperature with top-k and top-p; Gumbel noise.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -7,37 +7,32 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+_COLDEST = 1e-30
+"""Below, every fp32 logit would overflow, and any two that differ are infinitely far apart already."""
 
 
-def keep_top_k(logits_RV: Tensor, top_k: int | None) -> Tensor:
-    """Logits with everything below the `top_k` largest set to -inf; ties with the last kept one are kept.
+def warp(logits_RV: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Logits as transformers' warpers leave them: over the temperature, then -inf outside of top-k, then of top-p.
 
-    Args:
-        logits_RV: ``[R,V]``.
-        top_k: None or 0 keeps all; more than V keeps all.
-    """
-    if not top_k or top_k >= logits_RV.shape[-1]:
-        return logits_RV
-    last_kept_R1 = logits_RV.topk(top_k, dim=-1).values[..., -1:]
-    return logits_RV.masked_fill(logits_RV < last_kept_R1, float("-inf"))
-
-
-def keep_top_p(logits_RV: Tensor, top_p: float | None) -> Tensor:
-    """Logits of the nucleus, -inf elsewhere: a token stays while those above it hold at most `top_p` of the mass.
+    The order and the tokens that stay are the released loop's. It sorts the nucleus from above and transformers from
+    below, so where tokens with equal logits lie at the edge of `top_p`, another one of them may stay.
 
     Args:
-        logits_RV: ``[R,V]``.
-        top_p: None or 1.0 keeps all. The most probable token always stays.
+        logits_RV: ``[R,V]`` fp32.
+        temperature: above 0.
+        top_k: this many largest logits stay, and those equal to the last of them; None or 0 keeps all.
+        top_p: a token stays while those above it hold less than this of the mass; None or 1.0 keeps all.
     """
-    if top_p is None or top_p >= 1.0:
-        return logits_RV
-    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True)
-    mass_RV = sorted_RV.softmax(dim=-1).cumsum(dim=-1)
-    # The token that crosses top_p still belongs to the nucleus, so each token looks at the mass above itself.
-    outside_RV = torch.zeros_like(mass_RV, dtype=torch.bool)
-    outside_RV[..., 1:] = mass_RV[..., :-1] > top_p
-    outside_RV = torch.zeros_like(outside_RV).scatter(-1, order_RV, outside_RV)
-    return logits_RV.masked_fill(outside_RV, float("-inf"))
+    warpers = [TemperatureLogitsWarper(max(float(temperature), _COLDEST))]
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    for warper in warpers:
+        logits_RV = warper(None, logits_RV)
+    return logits_RV
 
 
 def sample_tokens(
@@ -52,8 +47,7 @@ def sample_tokens(
     Args:
         logits_RV: ``[R,V]`` fp32.
         temperature: 0 is greedy (`top_k` and `top_p` then change nothing and are ignored).
-        top_k: see `keep_top_k`; applied after the temperature.
-        top_p: see `keep_top_p`; applied after `top_k`.
+        top_k, top_p: see `warp`.
         generator: source of randomness for temperature > 0.
 
     Returns:
@@ -61,8 +55,7 @@ def sample_tokens(
         the caller to see.
     """
     if temperature > 0.0:
-        # Below, every fp32 logit would overflow, and any two that differ are infinitely far apart already.
-        logits_RV = keep_top_p(keep_top_k(logits_RV / max(temperature, 1e-30), top_k), top_p)
+        logits_RV = warp(logits_RV, temperature, top_k, top_p)
     probs_RV = logits_RV.softmax(dim=-1)
     if temperature > 0.0 and logits_RV.shape[0]:
         # Rows that are not numbers draw anything: multinomial would fail without a name, on a GPU for good.
@@ -71,3 +64,15 @@ def sample_tokens(
     else:
         tokens_R1 = probs_RV.argmax(dim=-1, keepdim=True)
     return tokens_R1.squeeze(-1), probs_RV.gather(-1, tokens_R1).squeeze(-1)
+
+
+def add_gumbel_noise(logits_RV: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
+    """Scores whose argmax is a sample of the logits at this temperature; the logits themselves at 0.
+
+    As LLaDA's released loop computes it (arXiv 2409.02908 asks for fp64): ``exp(logits) / (-log(uniform)) **
+    temperature``, here in logarithms, so that large logits do not overflow.
+    """
+    if temperature == 0.0:
+        return logits_RV
+    uniform_RV = torch.rand(logits_RV.shape, dtype=torch.float64, generator=generator, device=logits_RV.device)
+    return logits_RV.double() - temperature * (-uniform_RV.log()).log()
