@@ -238,9 +238,9 @@ def test_edits_that_undo_each_other_end(model, prompt, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"editing_threshold": 1.5}, r"editing_threshold=1.5 is compared with a probability: expected None"),
+        ({"editing_threshold": 1.5}, r"editing_threshold=1.5: expected a probability: None"),
         ({"editing_threshold": float("nan")}, r"editing_threshold=nan"),
-        ({"max_post_steps": -1}, r"max_post_steps=-1: expected 0"),
+        ({"max_post_steps": -1}, r"max_post_steps=-1: expected at least 0"),
         ({"num_to_transfer": 0}, r"num_to_transfer=0: expected at least 1"),
     ],
 )
