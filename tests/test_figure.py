@@ -119,9 +119,3 @@ def test_without_matplotlib_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert "pip install matplotlib" in done.stdout and "[plot]" in done.stdout
-
-
-def test_report_is_imported_without_matplotlib() -> None:
-    code = "import sys, epoch_moe.report; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.strip() == "False"

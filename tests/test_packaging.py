@@ -190,38 +190,30 @@ def test_package_ships_a_checkpoint() -> None:
 
 # The cost of an import
 
-IMPORT_COST = """
-import time, torch
-start = time.process_time()
-import epoch_moe
-print(time.process_time() - start)
-"""
-
-
-def test_import_takes_less_than_a_second_beyond_torch() -> None:
-    # CPU seconds, so that a busy machine does not count; the best of two, so that byte-compiling does not.
-    seconds = min(float(run_python(IMPORT_COST)) for _ in range(2))
-    assert seconds < 1.0, f"import epoch_moe took {seconds:.2f} CPU seconds beyond torch"
-
-
-TOUCHES = """
-import sys, torch
+IMPORT = """
+import sys, time, torch
 def refuse(*args, **kwargs):
     raise AssertionError("importing epoch_moe initialised CUDA")
 torch.cuda._lazy_init = refuse
 threads, default = torch.get_num_threads(), torch.get_default_dtype()
 before = set(sys.modules)
+start = time.process_time()
 import epoch_moe
+seconds = time.process_time() - start
 assert not torch.cuda.is_initialized()
 assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, default)
-print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
 
 
-def test_import_loads_no_hugging_face_library_and_touches_no_gpu() -> None:
-    loaded = run_python(TOUCHES).split()
+def test_import_is_quick_loads_no_hugging_face_library_and_touches_no_gpu() -> None:
+    # CPU seconds beyond torch, so that a busy machine does not count; twice at most, so that byte-compiling does not.
+    seconds, *loaded = run_python(IMPORT).split()
     assert "epoch_moe" in loaded
     assert not set(HUGGING_FACE) & set(loaded)
+    if float(seconds) >= 1.0:
+        seconds = run_python(IMPORT).split()[0]
+    assert float(seconds) < 1.0, f"import epoch_moe took {seconds} CPU seconds beyond torch"
 
 
 # The direction of imports

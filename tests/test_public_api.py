@@ -91,18 +91,23 @@ def test_the_functional_package_is_this() -> None:
     assert parameters("RowKeys") == ["slot_T", "generation_T", "block_T", "position_T"]
 
 
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import epoch_moe", ["torch", "transformers"]),
-        (
-            "from epoch_moe import EpochConfig, EpochMoEBlock, BlockSpec, RouterSpec, BlockPlanContext, patch, unpatch,"
-            " patched, PatchReport, ResidencyConfig, residency_report",
-            ["transformers"],
-        ),
-    ],
-)
-def test_imports_load_no_more_than_they_need(statement: str, absent: list[str]) -> None:
-    code = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert result.stdout.strip() == "[]"
+HUGGING_FACE = ["transformers", "accelerate", "tokenizers"]
+STEPS = [
+    ("import epoch_moe, epoch_moe.models", ["torch", *HUGGING_FACE]),
+    ("import epoch_moe.block, epoch_moe.kernels.launch", ["triton", *HUGGING_FACE]),
+    ("import epoch_moe.functional", HUGGING_FACE),
+    (
+        "from epoch_moe import EpochConfig, EpochMoEBlock, BlockSpec, RouterSpec, BlockPlanContext, patch, unpatch,"
+        " patched, PatchReport, ResidencyConfig, residency_report",
+        ["transformers"],
+    ),
+    ("import epoch_moe.report", ["matplotlib"]),
+]
+"""Statements, run one after the other in one interpreter, and what is not loaded after each."""
+
+
+def test_imports_load_no_more_than_they_need() -> None:
+    code = "import sys\n" + "\n".join(f"{statement}\nprint(*sys.modules)" for statement, _ in STEPS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    for (statement, absent), loaded in zip(STEPS, done.stdout.splitlines(), strict=True):
+        assert set(loaded.split()).isdisjoint(absent), statement

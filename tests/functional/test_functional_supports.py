@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,11 +89,5 @@ def test_settings() -> None:
     assert supports({**LLADA_MOE, "router_num_group": 4}) == (False, "router_num_group=4: expected 1")
 
 
-def test_the_package_needs_torch_alone() -> None:
-    code = (
-        "import sys, epoch_moe.functional; "
-        "print([m for m in ('transformers', 'accelerate', 'tokenizers') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert result.stdout.strip() == "[]"
+def test_every_public_name_is_there() -> None:
     assert all(hasattr(epoch_moe.functional, name) for name in epoch_moe.functional.__all__)
