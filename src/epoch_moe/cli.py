@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, default=argparse.SUPPRESS, **how)
 
     add("--coverage", type=_share, metavar="C", help="routing weight a support holds, or 'none': all experts")
+    add("--drift", type=float, metavar="COSINE", help="recompute decoded rows whose input moved to this or below")
+    add("--live-drift", type=float, metavar="COSINE", help="the same for undecoded rows; try 0.99")
     add("--refresh-interval", type=_interval, metavar="M", help="recompute all rows every M-th forward, or 'none'")
     add("--on-miss", choices=("reselect", "drop", "expand"), help="what a row does with experts outside its support")
     add("--support-scope", choices=("sequence", "batch"), help="one support per sequence, or for the whole batch")
@@ -180,8 +183,7 @@ def _interval(text: str) -> int | None:
 
 
 def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
-    names = ("coverage", "refresh_interval", "on_miss", "support_scope", "restrict_new", "future_rows")
-    changes = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    changes = {f.name: getattr(arguments, f.name) for f in fields(EpochConfig) if hasattr(arguments, f.name)}
     return EpochConfig.preset(arguments.preset, **changes)
 
 

@@ -35,7 +35,12 @@ class EpochConfig:
             anew on the next forward, where the support holds less than this share of their natural weight. None =
             ``coverage - 0.05``.
         refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
-            only the cold pass.
+            only the cold pass. With `drift` an upper bound on the age of what is reused.
+        drift: a decoded row is recomputed in a layer where its input has moved since its cached output was computed:
+            where the cosine between the two inputs is not above this. Each layer decides for itself. 1.0 = always.
+            None = by `refresh_interval` alone.
+        live_drift: the same for rows that hold a MASK (or an editable token), whose output is then kept from forward to
+            forward too, until the row is decoded. None = they are computed on every forward.
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
             go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
         backend: how routed experts are computed, see `epoch_moe.experts.run`.
@@ -48,6 +53,8 @@ class EpochConfig:
     support_scope: SupportScope = "sequence"
     coverage_floor: float | None = None
     refresh_interval: int | None = 5
+    drift: float | None = None
+    live_drift: float | None = None
     future_rows: FutureRows = "fresh"
     backend: Backend = "auto"
 
@@ -66,6 +73,9 @@ class EpochConfig:
         choice(*own("support_scope"), ("sequence", "batch"))
         if self.refresh_interval is not None:
             whole(*own("refresh_interval"), "a number of forwards, or None: never", least=1)
+        for name in ("drift", "live_drift"):
+            if getattr(self, name) is not None:
+                real(*own(name), "None or a cosine in (0, 1]", most=1.0, above=True)
         choice(*own("future_rows"), ("fresh", "dormant"))
         choice(*own("backend"), BACKENDS)
 
@@ -101,6 +111,11 @@ class EpochConfig:
     def replace(self, **changes: Any) -> EpochConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    @property
+    def watches_drift(self) -> bool:
+        """Whether layers compare their inputs with those of their cached outputs."""
+        return self.drift is not None or self.live_drift is not None
 
     @property
     def floor(self) -> float:

@@ -99,6 +99,7 @@ def row_plan(batch: int, seq_len: int, lead: int, kinds: list[str]) -> ListedRow
         restricted_T=no_T,
         joining_T=no_T,
         voting_T=no_T,
+        drifting_T=no_T,
     )
     group_T, slot_T = torch.arange(len(kinds)) // seq_len, torch.arange(len(kinds)) % seq_len - lead
     entry_T = torch.where(slot_T >= 0, group_T * window + slot_T, batch * window)

@@ -275,6 +275,18 @@ class ListedLane:
         return self._restore.finish(y_RH)
 
 
+def keep_inputs(step: LayerStep, x_RH: Tensor) -> None:
+    """Keep the inputs of the packed rows whose outputs will be cached, where the plan compares later ones with them."""
+    rows, inputs_M1H = step.rows, step.state.inputs_M1H
+    if inputs_M1H is None:
+        return
+    if isinstance(rows, ListedRows):
+        inputs_M1H.index_copy_(0, rows.store_dst, x_RH.index_select(0, rows.store_src))
+    else:
+        kept_R = torch.where(rows.store_R >= 0, rows.store_R, rows.places.entries)
+        inputs_M1H.index_copy_(0, kept_R, x_RH)
+
+
 def route_packed(
     visit: Visit, step: LayerStep, x_TH: Tensor, selection: Callable[[Scores, Tensor | None], object] | None = None
 ) -> tuple[Tensor, Routing]:
@@ -289,6 +301,7 @@ def route_packed(
     forward, rows, support = visit.forward, step.rows, step.state.support
     assert isinstance(forward, ForwardPlan)
     x_RH, pools_RE = pack(x_TH, rows), None
+    keep_inputs(step, x_RH)
     if visit.router.kind == "block_pool":
         # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
         scores = visit.scores(x_TH)

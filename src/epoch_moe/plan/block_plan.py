@@ -20,7 +20,16 @@ from epoch_moe.checks import MOST, whole
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import Compact, ListedRows, PaddedRows, list_rows, pad_rows
-from epoch_moe.plan.rules import NO_TOKEN, RowClasses, RowMasks, RowPlaces, cached_rows, decide_rows, stamps_after
+from epoch_moe.plan.rules import (
+    NO_TOKEN,
+    RowClasses,
+    RowMasks,
+    RowPlaces,
+    cached_rows,
+    decide_rows,
+    leave_out,
+    stamps_after,
+)
 from epoch_moe.plan.support import SupportState
 
 
@@ -32,6 +41,8 @@ class LayerState:
         support: its expert support.
         cache_MH: routed output (scaling included, shared expert not) of decoded rows; only entries whose token stamp
             matches are read.
+        inputs_M1H: the layer's input that each entry was computed on, and one more for rows without state; None where
+            nobody asks how far inputs have moved (`EpochConfig.drift`).
         last_forward: number of the last forward whose outputs the cache reflects; -1 = none.
         entered: number of the last forward that reached the layer; -1 = none.
         weights: version of the weights that the cache was computed with.
@@ -39,6 +50,7 @@ class LayerState:
 
     support: SupportState = field(default_factory=SupportState)
     cache_MH: Tensor | None = None
+    inputs_M1H: Tensor | None = None
     last_forward: int = -1
     entered: int = -1
     weights: Hashable = None
@@ -279,6 +291,7 @@ class ForwardPlan:
         self.places, self.classes, self.stamp_T = places, classes, stamp_T
         self.cold, self.refresh = number == 0, plan.is_refresh
         self.wants_router = False
+        self.layer_rows: dict[int, ListedRows | PaddedRows] = {}  # of each layer that was entered
         self.masks = self._decide(self.cold, self.refresh)
         self.rows: ListedRows | PaddedRows
         if plan.compact is None:
@@ -293,7 +306,13 @@ class ForwardPlan:
         no_T = self.classes.cold_T
         cold_T, full_T = (~no_T if flag else no_T for flag in (cold, cold or refresh))
         classes = replace(self.classes, cold_T=cold_T, full_T=full_T)
-        return decide_rows(classes, restrict_new=self.config.restrict_new)
+        config = self.config
+        return decide_rows(
+            classes,
+            restrict_new=config.restrict_new,
+            drift=config.drift is not None,
+            live_drift=config.live_drift is not None,
+        )
 
     def _list(self) -> ListedRows:
         """The rows as lists. The wait for them also tells which supports fell short in the last forward."""
@@ -349,9 +368,17 @@ class ForwardPlan:
         return {
             "forward": self.number,
             "rows": rows.num_rows,
-            "fresh": rows.num_fresh if isinstance(rows, ListedRows) else rows.count,
+            "fresh": self._most_fresh(),
             "live": rows.num_voting,
         }
+
+    def _most_fresh(self) -> int | Tensor:
+        """Fresh rows of the layer that had most."""
+        layers = list(self.layer_rows.values()) or [self.rows]
+        listed = [rows.num_fresh for rows in layers if isinstance(rows, ListedRows)]
+        if listed:
+            return max(listed)
+        return torch.stack([rows.count for rows in layers if isinstance(rows, PaddedRows)]).amax(dim=0)
 
     def valid_of(self, shape: tuple[int, int]) -> Tensor | None:
         """The rows ``[B,S]`` that exist, where a layer's input has this forward's B and S, else None."""
@@ -388,12 +415,33 @@ class ForwardPlan:
             and state.cache_MH.device == x_BSH.device
         )
         missed = state.last_forward != self.number - 1 or state.weights != weights
+        watched = self.config.watches_drift
         if not self.cold and (not fits or missed):
             # This layer missed a forward (or its weights changed): its cache no longer matches the stamps.
             self.counters.fallbacks["version"] += 1
             rows, cold = self._all_rows(), True
+        elif watched and not self.cold:
+            rows = self._moved_rows(x_BSH.reshape(-1, x_BSH.shape[2]), state)
         if not fits:
             state.cache_MH = x_BSH.new_empty(cache_shape, dtype=dtype)
+            state.inputs_M1H = x_BSH.new_empty(cache_shape[0] + 1, cache_shape[1]) if watched else None
             self.plan.moves += 1
         state.last_forward, state.weights = self.number, weights
+        self.layer_rows[layer] = rows
         return LayerStep(rows, state, cold)
+
+    def _moved_rows(self, x_TH: Tensor, state: LayerState) -> ListedRows | PaddedRows:
+        """A layer's rows: those of the forward without the ones whose input has hardly moved."""
+        config, classes = self.config, self.classes
+        assert state.inputs_M1H is not None
+        before_TH = state.inputs_M1H[self.places.entry_T].float()
+        cosine_T = torch.cosine_similarity(x_TH.float(), before_TH, dim=-1).clamp(max=1.0)
+        # An input that is no number compares as moved.
+        still_T = cosine_T > (1.0 if config.drift is None else config.drift)
+        if config.live_drift is not None:
+            still_T = torch.where(classes.live_T | classes.awake_T, cosine_T > config.live_drift, still_T)
+        masks = leave_out(self.masks, self.masks.drifting_T & still_T)
+        if self.plan.compact is None:
+            return list_rows(masks, self.places)[0]
+        assert isinstance(self.rows, PaddedRows)
+        return pad_rows(masks, self.places, self.plan.compact, self.rows.capacity)

@@ -161,6 +161,11 @@ class RowStore:
             raise wrong("dtype", dtype, "a torch dtype of floating point")
         if router.kind == "block_pool":
             raise ValueError("router kind 'block_pool' needs the scores of whole routing blocks: see supports(router)")
+        if config.watches_drift:
+            raise ValueError(
+                f"drift={config.drift}, live_drift={config.live_drift}: a RowStore decides its rows once per forward, "
+                "and drift is decided in every layer; leave both None"
+            )
         if config.support_scope == "batch" and max_slots > 1:
             raise ValueError(
                 f"support_scope='batch' with max_slots={max_slots}: requests that come and go form no batch to make "

@@ -10,7 +10,7 @@ each group, M = G x N cache entries, W rows of each group's current block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class RowMasks:
         restricted_T: fresh, and select inside the support.
         joining_T: fresh, and their experts join the support.
         voting_T: fresh, and a support is compiled from them: rows of the block that are live and hold no token.
+        drifting_T: fresh, but a layer leaves them out (`leave_out`) where its input of the row has hardly moved.
     """
 
     valid_T: Tensor
@@ -101,6 +102,7 @@ class RowMasks:
     restricted_T: Tensor
     joining_T: Tensor
     voting_T: Tensor
+    drifting_T: Tensor
 
 
 def cached_rows(stamp_T: Tensor, ids_T: Tensor, changed_T: Tensor | None) -> Tensor:
@@ -116,17 +118,27 @@ def cached_rows(stamp_T: Tensor, ids_T: Tensor, changed_T: Tensor | None) -> Ten
     return cached_T if changed_T is None else cached_T & ~changed_T
 
 
-def decide_rows(rows: RowClasses, *, restrict_new: bool) -> RowMasks:
+def decide_rows(
+    rows: RowClasses, *, restrict_new: bool, drift: bool = False, live_drift: bool = False
+) -> RowMasks:
     """What happens to each row, from its class.
 
     Args:
         rows: of the forward.
         restrict_new: the block's decoded rows select inside the support too.
+        drift: layers decide by their own inputs which stable rows are reused.
+        live_drift: likewise for rows whose logits are read or that hold a MASK, which are cached then.
     """
-    keeps_T = rows.state_T & ~rows.live_T & ~rows.awake_T
+    undecided_T = rows.live_T | rows.awake_T
+    keeps_T = rows.state_T if live_drift else rows.state_T & ~undecided_T
     kept_T = rows.valid_T & keeps_T & rows.cached_T
     due_T = rows.cold_T | (rows.full_T & ~rows.constant_T)
-    reuse_T = kept_T & ~due_T
+    usable_T = kept_T & ~due_T
+    # What cannot change within the block is reused without a look at it.
+    drifting_T = usable_T & (undecided_T if live_drift else torch.zeros_like(kept_T))
+    if drift:
+        drifting_T = drifting_T | (usable_T & ~undecided_T & ~rows.constant_T)
+    reuse_T = usable_T & ~drifting_T
     fresh_T = rows.valid_T & ~reuse_T
     # A support is compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
     undecoded_T = rows.live_T & ~rows.edited_T
@@ -142,6 +154,21 @@ def decide_rows(rows: RowClasses, *, restrict_new: bool) -> RowMasks:
         restricted_T=restricted_T,
         joining_T=warm_T & rows.block_T & ~restricted_T & (keeps_T & ~rows.cached_T | rows.edited_T),
         voting_T=fresh_T & rows.block_T & undecoded_T,
+        drifting_T=drifting_T,
+    )
+
+
+def leave_out(masks: RowMasks, still_T: Tensor) -> RowMasks:
+    """The masks of one layer: of the forward's fresh rows, those in ``still_T`` take their cached output instead."""
+    moved_T = ~still_T
+    return replace(
+        masks,
+        fresh_T=masks.fresh_T & moved_T,
+        reuse_T=masks.reuse_T | still_T,
+        stored_T=masks.stored_T & moved_T,
+        restricted_T=masks.restricted_T & moved_T,
+        joining_T=masks.joining_T & moved_T,
+        voting_T=masks.voting_T & moved_T,
     )
 
 

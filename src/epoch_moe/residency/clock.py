@@ -25,10 +25,10 @@ from epoch_moe.residency.policies import Observer
 
 @dataclass
 class _Seen:
-    """A forward that layers have been in: its number, and the fields of `Demand` by how many rows a layer computes."""
+    """A forward that layers have been in: its number, and the fields of `Demand` by the rows that a layer computes."""
 
     number: int
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
 
 
 class Clock:
@@ -93,9 +93,12 @@ class Clock:
             class_R = torch.full((num_rows,), RowClass.OTHER, dtype=torch.int8)
             rows: dict[str, Any] = {"row_R": torch.full((num_rows,), -1), "class_R": class_R, "to_refresh": None}
         else:
-            if num_rows not in seen.rows:
-                seen.rows[num_rows] = rows_of(forward, num_rows)
-            rows = seen.rows[num_rows]
+            # Layers that compute the same rows share what is said of them.
+            same = forward.layer_rows.get(layer) if isinstance(forward, ForwardPlan) else None
+            key = (num_rows, id(same))
+            if key not in seen.rows:
+                seen.rows[key] = rows_of(forward, layer, num_rows)
+            rows = seen.rows[key]
         demand = Demand(
             layer=layer,
             forward=seen.number,

@@ -102,13 +102,13 @@ class Demand:
         return window_R.masked_fill((self.row_R < 0) | (position_R < self.lead), -1)
 
 
-def rows_of(forward: ForwardPlan | DenseForward | None, num_rows: int) -> dict[str, Any]:
+def rows_of(forward: ForwardPlan | DenseForward | None, layer: int, num_rows: int) -> dict[str, Any]:
     """The rows that a layer computes in a forward, as fields of `Demand`: ``row_R`` to ``lead``.
 
     Args:
         forward: under way; None: nobody said which one.
-        num_rows: R, by which the rows of a plan are found, as layers that fell back compute more.
-            Rows that are not found are numbered in order, and all of them come back on every forward.
+        layer: its place among the MoE layers.
+        num_rows: R. Rows of a layer that left its plan are numbered in order, and come back on every forward.
     """
     if isinstance(forward, DenseForward):
         return {
@@ -120,9 +120,8 @@ def rows_of(forward: ForwardPlan | DenseForward | None, num_rows: int) -> dict[s
             "lead": forward.lead,
         }  # fmt: skip
     if forward is not None:
-        plans = [rows for rows in (forward.rows, forward._full_rows) if isinstance(rows, ListedRows)]
-        rows = next((rows for rows in plans if rows.num_fresh == num_rows), None)
-        if rows is not None:
+        rows = forward.layer_rows.get(layer)
+        if isinstance(rows, ListedRows) and rows.num_fresh == num_rows:
             interval = forward.config.refresh_interval
             return {
                 "row_R": rows.fresh_R.cpu(),
