@@ -120,7 +120,7 @@ def rows_of(forward: ForwardPlan | DenseForward | None, layer: int, num_rows: in
             "lead": forward.lead,
         }  # fmt: skip
     if forward is not None:
-        rows = forward.layer_rows.get(layer)
+        rows = forward.layer_rows.get(layer, forward.rows)
         if isinstance(rows, ListedRows) and rows.num_fresh == num_rows:
             interval = forward.config.refresh_interval
             return {
