@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from foreign_blocks import FOREIGN
 from helpers import assert_as_accurate, assert_gradients, gradients_of, relative_error
 from released_block import GROUPS, KEPT, H, K, Mlp, OddlyNamedMixture, Stack
 from torch import nn
@@ -142,3 +143,51 @@ def test_only_blocks_of_a_known_shape_are_described() -> None:
     broken.experts = broken.experts[:5]
     with pytest.raises(ValueError, match=r"5 experts but a gate weight \(12, 24\)"):
         describe_block(broken)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "fused"])
+@pytest.mark.parametrize("family", ["llada2", "llada_moe"])
+def test_one_block_of_a_stranger_s_model(family: str, layout: str) -> None:
+    """With public names only, and no patch."""
+    model, _ = epoch_moe.load_model("tiny-" + family.replace("_", "-"), dtype="float32")
+    ours = model.model.layers[1].mlp
+    block = FOREIGN[family](ours, layout).eval()
+    gate = ours.gate
+    num_experts, hidden = gate.weight.shape
+    if family == "llada2":
+        router = epoch_moe.RouterSpec(
+            kind="sigmoid_group", num_experts=num_experts, top_k=gate.top_k, n_group=gate.n_group,
+            topk_group=gate.topk_group, routed_scaling_factor=gate.routed_scaling_factor,
+        )  # fmt: skip
+        names = {"gate_bias": "gate.expert_bias", "shared": "shared_experts", "returns_router": True}
+    else:
+        router = epoch_moe.RouterSpec(kind="softmax", num_experts=num_experts, top_k=ours.top_k)
+        names = {"gate_bias": None if block.expert_bias is None else "expert_bias"}
+    names |= {"family": "theirs", "router": router, "gate_weight": "gate.weight", "layout": layout}
+    # Their own tensors: an EpochMoEBlock shares those of what it wraps.
+    exact, plain = copy.deepcopy(block).double(), copy.deepcopy(block)
+    wrapped = epoch_moe.EpochMoEBlock(block, epoch_moe.BlockSpec(**names))
+    outs = []
+    x = torch.randn(2, 5, hidden)
+    for module, rows in ((wrapped, x), (plain, x), (exact, x.double())):
+        out = module(rows)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        outs.append(out)
+    if family == "llada2":
+        assert torch.equal(outs[0][1][1], outs[1][1][1])  # the chosen experts
+        outs = [out[0] for out in outs]
+    assert_as_accurate(*outs)
+    assert_gradients(*map(gradients_of, (wrapped, plain, exact)))
+    assert wrapped.state_dict().keys() == plain.state_dict().keys()
+
+    for change, message in (
+        ({"gate_weight": "gate.w"}, "BlockSpec.gate_weight='gate.w': Foreign.*Block has no such attribute"),
+        ({"shared": "mlp"}, "BlockSpec.shared='mlp'"),
+        ({"layout": "per_expert", "experts": "gate"}, "layout='per_expert': .* does not hold its experts so"),
+        ({"router": epoch_moe.RouterSpec(kind="softmax", num_experts=4, top_k=2)}, r"gate.weight .*\[4, \d+\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            epoch_moe.EpochMoEBlock(plain, epoch_moe.BlockSpec(**(names | change)))
+    if family == "llada2":
+        with pytest.raises(TypeError, match=r"shared_experts\.gate_proj\.weight, of which BlockSpec"):
+            epoch_moe.EpochMoEBlock(plain, epoch_moe.BlockSpec(**(names | {"shared": None})))

@@ -16,6 +16,7 @@ NAMES = [
     "BlockSpec",
     "EpochConfig",
     "EpochMoEBlock",
+    "FreshLaneDispatcher",
     "PatchReport",
     "ResidencyConfig",
     "RouterSpec",
@@ -98,7 +99,7 @@ STEPS = [
     ("import epoch_moe.functional", HUGGING_FACE),
     (
         "from epoch_moe import EpochConfig, EpochMoEBlock, BlockSpec, RouterSpec, BlockPlanContext, patch, unpatch,"
-        " patched, PatchReport, ResidencyConfig, residency_report",
+        " patched, PatchReport, ResidencyConfig, residency_report, FreshLaneDispatcher",
         ["transformers"],
     ),
     ("import epoch_moe.report", ["matplotlib"]),

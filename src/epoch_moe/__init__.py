@@ -16,6 +16,7 @@ _HOMES = {
     "BlockSpec": "epoch_moe.block",
     "EpochConfig": "epoch_moe.config",
     "EpochMoEBlock": "epoch_moe.block",
+    "FreshLaneDispatcher": "epoch_moe.freshlane.dispatcher",
     "PatchReport": "epoch_moe.patch_report",
     "ResidencyConfig": "epoch_moe.residency.config",
     "RouterSpec": "epoch_moe.routing",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
     from epoch_moe.decoding import generate, generate_semi_autoregressive
     from epoch_moe.follow.scope import following, plan_report
+    from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patch_report import PatchReport
     from epoch_moe.patching import patch, patched, unpatch

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epoch_moe.checks import FLOAT_DTYPES, choice, instance, tensor
 from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.bypassed import check_linear, check_router
-from epoch_moe.experts.layouts import FUSED, LayoutName
-from epoch_moe.experts.run import Backend
+from epoch_moe.experts.layouts import FUSED, LAYOUTS, LayoutName
+from epoch_moe.experts.run import BACKENDS, Backend
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.device import PaddedLane
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
@@ -43,6 +44,18 @@ class BlockSpec:
         layout: how the experts' parameters are held, see `epoch_moe.experts.layouts`.
         shared: attribute of the shared expert inside the block, or None.
         returns_router: the block returns ``(out, (router_logits, topk_ids))`` rather than ``out``.
+
+    Example::
+
+        from epoch_moe import BlockSpec, RouterSpec
+
+        spec = BlockSpec(
+            family="mine",
+            router=RouterSpec(kind="softmax", num_experts=64, top_k=8),
+            gate_weight="gate.weight",  # block.gate is nn.Linear(hidden, 64, bias=False)
+            gate_bias=None,
+        )
+        assert spec.experts == "experts" and spec.layout == "per_expert"  # block.experts is a ModuleList of 64 MLPs
     """
 
     family: str
@@ -53,6 +66,50 @@ class BlockSpec:
     layout: LayoutName = "per_expert"
     shared: str | None = None
     returns_router: bool = False
+
+    def __post_init__(self) -> None:
+        instance("router", self.router, RouterSpec, "a RouterSpec")
+        choice("layout", self.layout, tuple(LAYOUTS))
+
+    def holder(self, block: nn.Module) -> nn.Module:
+        """The module that holds the experts' parameters."""
+        return block if self.layout == "fused" else getattr(block, self.experts)
+
+    def check(self, block: nn.Module, here: int | None = None) -> None:
+        """Refuse a block that is built in another way.
+
+        Args:
+            block: to be replaced.
+            here: how many of its experts are in this process; None: not known yet.
+
+        Raises:
+            TypeError: it lacks an attribute that is named here, or has parameters that nothing here names.
+            ValueError: its sizes are others.
+        """
+        kind = type(block).__name__
+        names = ["gate_weight", "gate_bias", "shared"] + ["experts"] * (self.layout != "fused")
+        paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, path in paths.items():
+            try:
+                _attribute(block, path)
+            except AttributeError:
+                raise TypeError(f"BlockSpec.{name}={path!r}: {kind} has no such attribute") from None
+        try:
+            count, _, hidden = LAYOUTS[self.layout](self.holder(block)).sizes()
+        except (AttributeError, IndexError, TypeError, ValueError):
+            raise TypeError(
+                f"BlockSpec.layout={self.layout!r}: {kind} does not hold its experts so, see epoch_moe.experts.layouts"
+            ) from None
+        read = {path.partition(".")[0] for path in paths.values()} | set(FUSED if self.layout == "fused" else ())
+        unread = [name for name, param in block.named_parameters() if name.partition(".")[0] not in read]
+        if unread:
+            raise TypeError(f"{kind} has the parameter {unread[0]}, of which BlockSpec says nothing: it would be lost")
+        total = self.router.num_experts
+        tensor(self.gate_weight, _attribute(block, self.gate_weight).data, FLOAT_DTYPES, (total, hidden))
+        if self.gate_bias is not None:
+            tensor(self.gate_bias, _attribute(block, self.gate_bias).data, FLOAT_DTYPES, (total,))
+        if here is not None and count != here:
+            raise ValueError(f"{kind} holds {count} experts: expected {here} of num_experts={total} in this process")
 
     def read_gate(self, block: nn.Module) -> tuple[Tensor, Tensor | None]:
         """The router weight ``[E,H]`` and expert bias ``[E]`` of a block.
@@ -84,6 +141,26 @@ class EpochMoEBlock(nn.Module):
 
     Attributes:
         weights: the routed experts.
+
+    Raises:
+        TypeError, ValueError: ``original`` is not built as ``spec`` says, see `BlockSpec.check`.
+
+    Example::
+
+        import torch
+        from epoch_moe import BlockSpec, EpochMoEBlock, RouterSpec
+
+        class Mixture(torch.nn.Module):  # w1: gate above up projections, w2: down projections
+            def __init__(self, experts=4, hidden=16, inner=8):
+                super().__init__()
+                self.gate = torch.nn.Linear(hidden, experts, bias=False)
+                self.w1 = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden))
+                self.w2 = torch.nn.Parameter(torch.randn(experts, hidden, inner))
+
+        router = RouterSpec(kind="softmax", num_experts=4, top_k=2)
+        spec = BlockSpec(family="mine", router=router, gate_weight="gate.weight", gate_bias=None, layout="fused")
+        block = EpochMoEBlock(Mixture(), spec)
+        assert block(torch.randn(1, 5, 16)).shape == (1, 5, 16)
     """
 
     weights: LayerExperts
@@ -98,17 +175,21 @@ class EpochMoEBlock(nn.Module):
         backend: Backend = "auto",
         dispatcher: FreshLaneDispatcher | None = None,
     ):
+        instance("original", original, nn.Module, "the MoE block to replace (torch.nn.Module)")
+        instance("spec", spec, BlockSpec, "a BlockSpec")
+        if dispatcher is None:
+            dispatcher = FreshLaneDispatcher(spec.router.num_experts)
+        choice("backend", backend, BACKENDS)
+        spec.check(original, dispatcher.local_experts)
         super().__init__()
         for name in list(self.__dict__):  # what nn.Module itself keeps
             self.__dict__[name] = original.__dict__[name]
         self.spec, self.index, self.backend = spec, index, backend
         self.slot = PlanSlot() if slot is None else slot
         # Past nn.Module, which would register it as a child of the original too.
-        self.__dict__["dispatcher"] = (
-            FreshLaneDispatcher(spec.router.num_experts) if dispatcher is None else dispatcher
-        )
+        self.__dict__["dispatcher"] = dispatcher
         self._original = (original,)  # in a tuple, so that it is not registered as a child
-        experts = original if spec.layout == "fused" else getattr(original, spec.experts)
+        experts = spec.holder(original)
         # A block of our own model classes has stacked its experts already: share that storage.
         existing = original.__dict__.get("_weights")
         if not isinstance(existing, ExpertWeights) or existing.experts is not experts:

@@ -43,11 +43,11 @@ def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
         reason = _hooks_on(name, child)
         if reason:
             return reason
-    source = module if spec.layout == "fused" else getattr(module, spec.experts)
     try:
         spec.read_gate(module)
         check_tensors([(spec.gate_weight, module.get_parameter(spec.gate_weight))])
-        ExpertWeights(source, spec.layout).check()
+        ExpertWeights(spec.holder(module), spec.layout).check()
+        spec.check(module)
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

@@ -240,9 +240,8 @@ def patch(
         else:
             prepared.append((path, module, spec))
     for _, module, spec in prepared:
-        source = module if spec.layout == "fused" else getattr(module, spec.experts)
         pick = pick_backend if residency is None else pick_segments
-        pick(backend, ExpertWeights(source, spec.layout).outline())
+        pick(backend, ExpertWeights(spec.holder(module), spec.layout).outline())
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))
     dispatcher = None if new.ep is None else new.ep.dispatcher

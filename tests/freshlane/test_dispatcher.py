@@ -13,6 +13,7 @@ from distributed import collect, run_ranks, start_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import epoch_moe
 from epoch_moe.experts.run import Backend, run_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.worklist import build_worklist
@@ -286,7 +287,9 @@ def refusals(rank: int) -> list[str]:
     messages = []
     for arguments in (
         {"num_experts": 9, "group": dist.group.WORLD},
-        {"num_experts": 8, "group": None},
+        {"num_experts": 8, "group": "ranks"},
+        {"num_experts": 0},
+        {"num_experts": 8, "capacity": 4},
         {"num_experts": 8, "group": dist.group.WORLD, "layout": "rows"},
         {"num_experts": 8, "group": dist.group.WORLD, "capacity": 0},
         {"num_experts": 8, "group": dist.group.WORLD, "layout": "replicated", "capacity": 4},
@@ -299,6 +302,7 @@ def refusals(rank: int) -> list[str]:
         (torch.ones(2, HIDDEN), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)),
         (torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)),
         (torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2).double()),
+        (torch.ones(2, HIDDEN, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2)),
     ):
         with pytest.raises(ValueError) as error:
             dispatcher.dispatch(x_RH, ids_RK, weights_RK)
@@ -307,8 +311,67 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_bad_input_is_refused_with_its_value() -> None:
-    wanted = ("9 experts cannot be split evenly over 2 ranks", "explicit process group", "layout='rows'",
-              "capacity=0", "capacity=4", "(3, 2)", "torch.int32", "torch.float64")  # fmt: skip
+    wanted = ("9 experts cannot be split evenly over 2 ranks", "group='ranks'", "num_experts=0",
+              "capacity=4 without a process group", "layout='rows'", "capacity=0",
+              "capacity=4 with layout='replicated'",
+              "(3, 2)", "torch.int32", "torch.float64", "x_RH is torch.int64")  # fmt: skip
     for messages in run_ranks(2, refusals):
         assert len(messages) == len(wanted)
         assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages
+
+
+def alone(rank: int, layout: str, grouped: bool = True) -> None:
+    """The module by its public name, and experts that know nothing of this library."""
+    group = dist.group.WORLD if grouped else None
+    dispatcher = epoch_moe.FreshLaneDispatcher(8, group, layout=layout)  # type: ignore[arg-type]
+    assert not list(dispatcher.parameters()) and "experts=8" in repr(dispatcher)
+    stacked = experts(8)
+    own_eHH = (stacked.down_EHF @ stacked.gate_up_E2FH[:, :INNER])[dispatcher.range.first :][: dispatcher.range.count]
+    calls = []
+
+    def linear(arrived: Dispatched) -> Tensor:
+        calls.append(arrived.x_NH.shape[0])
+        assert (arrived.ids_NK >= NO_EXPERT).all() and (arrived.weights_NK[arrived.ids_NK == NO_EXPERT] == 0).all()
+        y_NKH = torch.einsum("nh,nkgh->nkg", arrived.x_NH, own_eHH[arrived.ids_NK])
+        return (y_NKH * arrived.weights_NK.unsqueeze(-1)).sum(dim=1)
+
+    for style in STYLES:
+        x_RH, ids_RK, weights_RK = case(3, rank if layout == "sharded" else 5, 8, 3, style)
+        y_RH = dispatcher(x_RH, ids_RK, weights_RK, linear)
+        all_EHH = (stacked.down_EHF @ stacked.gate_up_E2FH[:, :INNER]).double()
+        want_RH = torch.zeros(x_RH.shape, dtype=torch.float64)
+        for row, (ids, weights) in enumerate(zip(ids_RK.tolist(), weights_RK.tolist(), strict=True)):
+            for expert, weight in zip(ids, weights, strict=True):
+                if 0 <= expert < 8:
+                    want_RH[row] += weight * (all_EHH[expert] @ x_RH[row].double())
+        torch.testing.assert_close(y_RH.double(), want_RH, rtol=1e-5, atol=1e-4)
+    assert len(calls) == len(STYLES)  # also where no row arrived
+
+    arguments = torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"y_NH is torch.float32 \(1, 8\) .*expected floating point \[\d, hidden\]"):
+        dispatcher(*arguments, lambda arrived: torch.ones(1, HIDDEN))
+    with pytest.raises(ValueError, match="y_NH=None: expected a tensor"):
+        dispatcher(*arguments, lambda arrived: None)
+    with pytest.raises(ValueError, match="experts=3: expected a function"):
+        dispatcher(*arguments, 3)  # type: ignore[arg-type]
+    x_RH = arguments[0].requires_grad_()
+    if grouped:
+        with pytest.raises(RuntimeError, match="no backward pass: run under"):
+            dispatcher(*arguments, linear)
+        own_eHH.requires_grad_()
+        with pytest.raises(RuntimeError, match="no backward pass: run under"):
+            dispatcher(x_RH.detach(), *arguments[1:], linear)
+        with torch.no_grad():
+            assert dispatcher(*arguments, linear).shape == (2, HIDDEN)
+    else:
+        dispatcher(*arguments, linear).sum().backward()
+        torch.testing.assert_close(x_RH.grad, own_eHH[0].sum(dim=0).expand(2, HIDDEN))
+
+
+@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+def test_the_module_works_alone_on_a_group(layout: str) -> None:
+    run_ranks(2, alone, layout)
+
+
+def test_the_module_works_alone_in_one_process() -> None:
+    alone(0, "sharded", grouped=False)

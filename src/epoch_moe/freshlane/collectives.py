@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epoch_moe.checks import wrong
+
 
 class ExpertParallelError(RuntimeError):
     """A collective of expert parallelism failed: a rank died, stalled beyond the group's time-out, or disagrees."""
@@ -82,6 +84,8 @@ class Ranks:
             if group.ndim != 1:
                 raise ValueError(f"the DeviceMesh has {group.ndim} dimensions: expected one, such as mesh['ep']")
             group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise wrong("group", group, "a torch.distributed process group or a one-dimensional DeviceMesh")
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)

@@ -72,7 +72,8 @@ class ExpertRange:
 
     def local(self, ids: Tensor, rank: Tensor | int) -> Tensor:
         """Ids among the experts of ``rank``; `NO_EXPERT` for all others'."""
-        return torch.where(self.owner(ids) == rank, ids % self.count, NO_EXPERT)
+        own = ids - rank * self.count
+        return own.masked_fill((own < 0) | (own >= self.count), NO_EXPERT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class DispatchHandle:
 
     Attributes:
         num_rows: R.
+        arrived: N, the rows that `combine` takes.
         dtype: torch.dtype of the rows, and of what `combine` returns.
         needed_PR: bool ``[P,R]``, whether rank p has a pair of row r; None for the replicated layout.
         place_PR: int64 ``[P,R]``, where in the exchanged buffer row r's copy for rank p lies (anything where
@@ -91,6 +93,7 @@ class DispatchHandle:
     """
 
     num_rows: int
+    arrived: int
     dtype: torch.dtype
     needed_PR: Tensor | None
     place_PR: Tensor | None
@@ -163,24 +166,46 @@ class DispatchKind(Protocol):
         ...
 
 
+def _stay(
+    x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: ExpertRange, name: str, *, partial: bool
+) -> Pending:
+    """`Dispatched` of rows that are where their experts are: N = R."""
+    num_rows = x_RH.shape[0]
+    ids_NK = experts.local(ids_RK, experts.first // experts.count)
+    handle = DispatchHandle(
+        num_rows=num_rows, arrived=num_rows, dtype=x_RH.dtype, needed_PR=None, place_PR=None, send=None, receive=None,
+        name=name,
+    )  # fmt: skip
+    ready = Dispatched(
+        x_NH=x_RH,
+        ids_NK=ids_NK,
+        weights_NK=weights_RK.masked_fill(ids_NK == NO_EXPERT, 0.0),
+        own_rows=True,
+        partial=partial,
+        handle=handle,
+    )
+    return Pending(None, name, lambda: ready)
+
+
 class LocalDispatch:
-    """All experts are in this process: nothing moves."""
+    """All experts are in this process: nothing moves.
+
+    Args:
+        experts: all of them.
+    """
 
     rows_travel = False
 
+    def __init__(self, experts: ExpertRange):
+        self.experts = experts
+
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
         """See `DispatchKind`."""
-        handle = DispatchHandle(
-            num_rows=x_RH.shape[0], dtype=x_RH.dtype, needed_PR=None, place_PR=None, send=None, receive=None, name=name
-        )
-        ready = Dispatched(
-            x_NH=x_RH, ids_NK=ids_RK, weights_NK=weights_RK, own_rows=True, partial=False, handle=handle
-        )
-        return Pending(None, name, lambda: ready)
+        return _stay(x_RH, ids_RK, weights_RK, self.experts, name, partial=False)
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
         """See `DispatchKind`."""
-        return Pending(None, handle.name, lambda: y_NH)
+        return Pending(None, handle.name, lambda: y_NH.to(handle.dtype))
 
     def check_capacity(self) -> None:
         """Everything fits."""
@@ -202,15 +227,7 @@ class ReplicatedDispatch:
 
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
         """See `DispatchKind`."""
-        ids_NK = self.experts.local(ids_RK, self.ranks.rank)
-        handle = DispatchHandle(
-            num_rows=x_RH.shape[0], dtype=x_RH.dtype, needed_PR=None, place_PR=None, send=None, receive=None, name=name
-        )
-        weights_NK = weights_RK.masked_fill(ids_NK == NO_EXPERT, 0.0)
-        ready = Dispatched(
-            x_NH=x_RH, ids_NK=ids_NK, weights_NK=weights_NK, own_rows=True, partial=True, handle=handle
-        )
-        return Pending(None, name, lambda: ready)
+        return _stay(x_RH, ids_RK, weights_RK, self.experts, name, partial=True)
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
         """Every rank sums a share of the rows over ranks, by `tree_sum`, and the shares are collected.
@@ -278,6 +295,7 @@ class ShardedDispatch:
         traffic.pair_rows += pair_rows
         handle = DispatchHandle(
             num_rows=num_rows,
+            arrived=sum(receive),
             dtype=x_RH.dtype,
             needed_PR=needed_PR,
             place_PR=place_PR,
@@ -313,6 +331,7 @@ class ShardedDispatch:
         self.traffic.dispatch_bytes += remote * payload.shape[1]
         handle = DispatchHandle(
             num_rows=num_rows,
+            arrived=slots,
             dtype=x_RH.dtype,
             needed_PR=fits_PR,
             place_PR=place_PR.clamp_max(slots - 1),

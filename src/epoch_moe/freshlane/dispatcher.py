@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epoch_moe.checks import FLOAT_DTYPES, choice, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.collectives import Pending, Ranks
 from epoch_moe.freshlane.dispatch_kinds import (
@@ -56,8 +57,10 @@ class FreshLaneDispatcher(nn.Module):
 
     Args:
         num_experts: E; must be a multiple of the number of ranks.
-        group: a process group or one-dimensional DeviceMesh; None: all experts are in this process.
-        layout: ``"sharded"`` or ``"replicated"``; without a group rows stay where they are.
+        group: a process group or one-dimensional DeviceMesh; None: all experts are in this process. (Before
+            `torch.distributed.init_process_group` its ``group.WORLD`` is None.)
+        layout: ``"sharded"``: each rank has its own rows; ``"replicated"``: all have the same ones. Without a group
+            rows stay where they are.
         capacity: rows per pair of ranks for the sharded layout without host sync, equal on all ranks; None exchanges
             exact counts.
 
@@ -66,30 +69,43 @@ class FreshLaneDispatcher(nn.Module):
         range: this rank's experts.
         traffic: what was sent so far.
 
-    It has no parameters. On its own, in a script started by torchrun::
+    It has no parameters, no backward pass over ranks, and needs nothing else of this library.
 
-        dispatcher = FreshLaneDispatcher(num_experts=8, group=torch.distributed.group.WORLD)
-        y_RH = dispatcher(x_RH, ids_RK, weights_RK, my_experts)  # my_experts(arrived) -> [N,H]
+    Example::
+
+        import torch
+        from epoch_moe import FreshLaneDispatcher
+
+        weight_eHH = torch.randn(8, 4, 4)  # this rank's experts; here all of them
+
+        def experts(arrived):  # x_NH, and of its pairs here: ids_NK (-1: none) and weights_NK (0 then)
+            y_NKH = torch.einsum("nh,nkgh->nkg", arrived.x_NH, weight_eHH[arrived.ids_NK])
+            return (y_NKH * arrived.weights_NK.unsqueeze(-1)).sum(dim=1)
+
+        dispatcher = FreshLaneDispatcher(num_experts=8)  # group=torch.distributed.group.WORLD under torchrun
+        x_RH, ids_RK = torch.randn(3, 4), torch.tensor([[0, 5], [7, 1], [2, -1]])  # -1: no expert
+        y_RH = dispatcher(x_RH, ids_RK, torch.full((3, 2), 0.5), experts)
+        assert torch.allclose(y_RH[2], 0.5 * weight_eHH[2] @ x_RH[2], atol=1e-5)
     """
 
     def __init__(
         self, num_experts: int, group: Any = None, *, layout: RowLayout = "sharded", capacity: int | None = None
     ):
         super().__init__()
-        if layout not in ROW_LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected 'sharded' or 'replicated'")
-        if capacity is not None and (layout != "sharded" or group is None or capacity < 1):
-            raise ValueError(
-                f"capacity={capacity} with layout={layout!r}: a capacity is a number of rows >= 1, for 'sharded' over "
-                "a process group only"
-            )
+        whole("num_experts", num_experts, "of a layer", least=1)
+        choice("layout", layout, ROW_LAYOUTS)
+        if capacity is not None:
+            whole("capacity", capacity, "rows per pair of ranks", least=1)
+            if layout != "sharded" or group is None:
+                where = "without a process group" if group is None else f"with layout={layout!r}"
+                raise ValueError(f"capacity={capacity} {where}: only layout='sharded' over a group has one; pass None")
         self.layout, self.capacity = layout, capacity
         self.ranks = None if group is None else group if isinstance(group, Ranks) else Ranks(group)
         self.range = ExpertRange.of(num_experts, self.ranks)
         self.traffic = Traffic()
         self.kind: DispatchKind
         if self.ranks is None:
-            self.kind = LocalDispatch()
+            self.kind = LocalDispatch(self.range)
         elif layout == "replicated":
             self.kind = ReplicatedDispatch(self.ranks, self.range, self.traffic)
         else:
@@ -121,20 +137,28 @@ class FreshLaneDispatcher(nn.Module):
         meanwhile: Callable[[], None] = lambda: None,
         meanwhile_back: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Routed experts of some rows, wherever the experts are: ``[R,H]``.
+        """`dispatch`, this rank's experts, `combine`: each row's weighted sum of experts, wherever they are.
 
         Args:
             x_RH, ids_RK, weights_RK: as `dispatch` takes them.
-            experts: computes the rows that arrive.
+            experts: called once, also without a row: ``[N,H]`` from the `Dispatched` that arrived.
             name: of the layer, for errors.
-            meanwhile: what can be computed while rows travel to their experts, or sums back.
-            meanwhile_back: what can be done while sums come back.
+            meanwhile: called once, while rows travel to their experts, or sums back.
+            meanwhile_back: called once, while sums come back.
+
+        Returns:
+            ``[R,H]`` in the dtype of ``x_RH``.
+
+        Raises:
+            As `dispatch` and `combine`.
         """
+        if not callable(experts):
+            raise wrong("experts", experts, "a function that gives one row [N,H] per row that arrived")
         pending = self.dispatch(x_RH, ids_RK, weights_RK, name=name)
         if self.kind.rows_travel:
             meanwhile()
         arrived = pending.wait()
-        returning = self.kind.combine(experts(arrived), arrived.handle)
+        returning = self.combine(experts(arrived), arrived.handle)
         if not self.kind.rows_travel:
             meanwhile()
         meanwhile_back()
@@ -155,10 +179,15 @@ class FreshLaneDispatcher(nn.Module):
             A `Pending` whose ``wait()`` gives `Dispatched`. Compute what does not need the experts before waiting.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit together.
+            ValueError: shapes, dtypes or devices that do not fit together.
+            RuntimeError: gradients are required, and there is a group: nothing brings them back from other ranks.
             ExpertParallelError: a failed exchange, from ``wait()`` too.
         """
-        _check(x_RH, ids_RK, weights_RK)
+        if not torch.compiler.is_compiling():  # a traced forward is that of a block
+            tensor("x_RH", x_RH, FLOAT_DTYPES, ("rows", "hidden"))
+            tensor("ids_RK", ids_RK, torch.int64, (x_RH.shape[0], "top-k"), x_RH.device)
+            tensor("weights_RK", weights_RK, torch.float32, ids_RK.shape, x_RH.device)
+        self._check_no_gradients(x_RH, weights_RK)
         return self.kind.dispatch(x_RH, ids_RK, weights_RK, name)
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
@@ -171,8 +200,19 @@ class FreshLaneDispatcher(nn.Module):
 
         Returns:
             A `Pending` whose ``wait()`` gives ``y_RH`` in the dtype of the source rows.
+
+        Raises:
+            ValueError: not one row per row that arrived.
+            RuntimeError, ExpertParallelError: as `dispatch`.
         """
+        if not torch.compiler.is_compiling():
+            tensor("y_NH", y_NH, FLOAT_DTYPES, (handle.arrived, "hidden"))
+        self._check_no_gradients(y_NH)
         return self.kind.combine(y_NH, handle)
+
+    def _check_no_gradients(self, *tensors: Tensor) -> None:
+        if self.ranks is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise RuntimeError("experts on several ranks have no backward pass: run under torch.no_grad()")
 
     def check_capacity(self) -> None:
         """Raise where a dispatch since the last call had more rows for a rank than `capacity` (one host sync).
@@ -217,17 +257,3 @@ class FreshLaneDispatcher(nn.Module):
         """Experts, ranks and layout, for `print(model)`."""
         where = "local" if self.ranks is None else f"ranks={self.ranks.world}, layout={self.layout!r}"
         return f"experts={self.range.total}, {where}, capacity={self.capacity}"
-
-
-def _check(x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> None:
-
-    if x_RH.dim() != 2 or ids_RK.dim() != 2 or ids_RK.shape[0] != x_RH.shape[0]:
-        raise ValueError(
-            f"x_RH has shape {tuple(x_RH.shape)} and ids_RK {tuple(ids_RK.shape)}: expected [rows, hidden] and "
-            "[rows, top-k]"
-        )
-    if ids_RK.dtype != torch.int64 or weights_RK.dtype != torch.float32 or weights_RK.shape != ids_RK.shape:
-        raise ValueError(
-            f"ids_RK is {ids_RK.dtype} and weights_RK {weights_RK.dtype} of shape {tuple(weights_RK.shape)}: "
-            f"expected int64 and float32, both {tuple(ids_RK.shape)}"
-        )

@@ -150,8 +150,6 @@ class Visit:
     def run(self, x_RH: Tensor, routing: Routing, meanwhile_back: Callable[[], None] = lambda: None) -> Tensor:
         """Routed experts of some rows, wherever the experts are, counted: ``[R,H]``."""
         x_RH = x_RH.to(product_dtype(x_RH))
-        if self.dispatcher.ranks is not None and torch.is_grad_enabled() and x_RH.requires_grad:
-            raise RuntimeError("experts on several ranks have no backward pass: run under torch.no_grad()")
         backend = self.forward.config.backend if isinstance(self.forward, ForwardPlan) else self.backend
 
         def experts(arrived: Dispatched) -> Tensor:
