@@ -67,7 +67,7 @@ def test_signatures_are_these() -> None:
     ]
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
-        "refresh_interval", "future_rows", "backend",
+        "refresh_interval", "drift", "live_drift", "future_rows", "backend",
     ]
 
 
