@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from helpers import assert_as_accurate
 from torch import Tensor, nn
 
+from epoch_moe.experts.layouts import PROJECTIONS
 from epoch_moe.experts.run import run_experts
-from epoch_moe.experts.weights import PROJECTIONS, ExpertWeights
+from epoch_moe.experts.weights import ExpertWeights
 
 E, H, INNER = 5, 16, 12
 

@@ -10,8 +10,8 @@ rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,52 +25,77 @@ FUSED = ("w1", "w2")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Layout(Protocol):
-    """One way to hold the experts of a layer.
+class Layout:
+    """One way to hold the experts of a layer: a row of the table, and the methods that follow from it.
+
+    Args:
+        experts: what holds the parameters: a sequence of modules, a module, or the block itself.
 
     Attributes:
-        period: the last of every ``period`` parameters belongs to the down projections, the others to gate and up.
-        key: a checkpoint's names of such tensors; group 1 is the block's path.
+        parts: names of the projections in storage order, the last one the down projection.
+        name: of a part's tensor below the block, in a checkpoint and in a `state_dict`.
+        each: every expert has tensors of its own, rather than a layer one per part.
     """
 
-    period: int
-    key: re.Pattern[str]
+    parts: tuple[str, ...] = PROJECTIONS
+    name: str
+    each = False
 
-    @staticmethod
-    def keys(block: str, experts: range) -> list[str]:
+    def __init__(self, experts: Any):
+        self.experts = experts
+
+    @classmethod
+    def key(cls) -> re.Pattern[str]:
+        """A checkpoint's names of such tensors; group 1 is the block's path."""
+        name = cls.name.replace(".", r"\.").format(expert=r"\d+", part=f"(?:{'|'.join(cls.parts)})")
+        return re.compile(rf"(.*\.mlp)\.{name}")
+
+    @classmethod
+    def keys(cls, block: str, experts: range) -> list[str]:
         """Names of the tensors in a checkpoint, in storage order.
 
         Args:
             block: path of the MoE block, such as ``model.layers.1.mlp``.
             experts: numbers of the experts that are wanted; a tensor that holds a layer's is named whatever they are.
         """
-        ...
+        numbers = experts if cls.each else range(1)
+        return [f"{block}.{cls.name.format(expert=number, part=part)}" for number in numbers for part in cls.parts]
 
-    def params(self) -> list[nn.Parameter]:
-        """The parameters in storage order."""
-        ...
-
-    def bypassed(self) -> list[nn.Module]:
-        """The modules whose forward is never called, as their parameters are read."""
-        ...
+    @classmethod
+    def places(cls, gate_up_E2FH: Tensor | None = None, down_EHF: Tensor | None = None) -> list[Tensor]:
+        """The parts of the stacked tensors, or of one of the two, that the parameters are, in storage order."""
+        parts = [] if gate_up_E2FH is None else [*gate_up_E2FH.tensor_split(len(cls.parts) - 1, dim=1)]
+        if down_EHF is not None:
+            parts.append(down_EHF)
+        if not cls.each:
+            return parts
+        return [part for expert in zip(*(part.unbind(0) for part in parts), strict=True) for part in expert]
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The module that holds each parameter, and its name there, in storage order."""
-        ...
+        return [(self.experts, part) for part in self.parts]
+
+    def params(self) -> list[nn.Parameter]:
+        """The parameters in storage order."""
+        return [module._parameters[name] for module, name in self.owners()]  # type: ignore[misc]
+
+    def split_params(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters of the gate and up projections, and those of the down projections."""
+        params, period = self.params(), len(self.parts)
+        return [p for i, p in enumerate(params) if i % period != period - 1], params[period - 1 :: period]
+
+    def bypassed(self) -> list[nn.Module]:
+        """The modules whose forward is never called, as their parameters are read."""
+        return [self.experts]
 
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
-        ...
+        num_experts, inner, hidden = getattr(self.experts, self.parts[0]).shape
+        return num_experts, inner, hidden
 
-    @staticmethod
-    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
-        """The parts of ``[E,2F,H]`` that the gate and up parameters are, in their order."""
-        ...
-
-    @staticmethod
-    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
-        """The parts of ``[E,H,F]`` that the down parameters are, in their order."""
-        ...
+    def _named(self) -> list[tuple[str, Any]]:
+        """Parameters and their names in errors, where nothing is put around the modules that hold them."""
+        return [(self.name.format(part=part), getattr(self.experts, part, None)) for part in self.parts]
 
     def check(self) -> None:
         """Refuse parameters that cannot be stacked, quoting the first offender.
@@ -79,26 +104,21 @@ class Layout(Protocol):
             TypeError: not plain parameters of one floating dtype on one device.
             ValueError: of shapes that do not fit together.
         """
-        ...
+        named = self._named()
+        check_tensors(named)
+        num_experts, inner, hidden = self.sizes()
+        stacked = torch.empty(num_experts, 2 * inner, hidden, device="meta")
+        places = self.places(stacked, stacked.new_empty(num_experts, hidden, inner))
+        for (where, weight), place in zip(named, places, strict=True):
+            if weight.shape != place.shape:
+                raise ValueError(f"{where} has shape {tuple(weight.shape)}: expected {tuple(place.shape)}")
 
 
-class PerExpert:
+class PerExpert(Layout):
     """A sequence of modules with ``gate_proj``, ``up_proj`` ([F,H]) and ``down_proj`` ([H,F]) linear layers."""
 
-    period = 3
-    key = re.compile(r"(.*\.mlp)\.experts\.\d+\.(?:gate|up|down)_proj\.weight")
-
-    def __init__(self, experts: Sequence[nn.Module]):
-        self.experts = experts
-
-    @staticmethod
-    def keys(block: str, experts: range) -> list[str]:
-        """See `Layout.keys`."""
-        return [f"{block}.experts.{number}.{name}.weight" for number in experts for name in PROJECTIONS]
-
-    def params(self) -> list[nn.Parameter]:
-        """Gate, up and down of each expert."""
-        return [module._parameters[name] for module, name in self.owners()]  # type: ignore[misc]
+    name = "experts.{expert}.{part}.weight"
+    each = True
 
     def bypassed(self) -> list[nn.Module]:
         """Their list, the experts, and their linear layers."""
@@ -107,156 +127,67 @@ class PerExpert:
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The linear layers."""
-        return [(expert._modules[name], "weight") for expert in self.experts for name in PROJECTIONS]  # type: ignore[misc]
+        return [(expert._modules[part], "weight") for expert in self.experts for part in self.parts]
 
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
-        inner, hidden = self.experts[0].gate_proj.weight.shape  # type: ignore[union-attr, misc]
+        inner, hidden = getattr(self.experts[0], self.parts[0]).weight.shape
         return len(self.experts), inner, hidden
 
-    @staticmethod
-    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
-        """Gate above up, expert by expert."""
-        inner = gate_up_E2FH.shape[1] // 2
-        return [part for expert in gate_up_E2FH.unbind(0) for part in expert.split(inner, dim=0)]
-
-    @staticmethod
-    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
-        """Expert by expert."""
-        return down_EHF.unbind(0)
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
+    def _named(self) -> list[tuple[str, Any]]:
+        named = []
         for index, expert in enumerate(self.experts):
             check_calls(f"experts[{index}]", expert)
-            for name in PROJECTIONS:
-                linear, where = getattr(expert, name, None), f"experts[{index}].{name}"
+            for part in self.parts:
+                linear, where = getattr(expert, part, None), f"experts[{index}].{part}"
                 check_linear(where, linear)
-                yield f"{where}.weight", getattr(linear, "weight", None)
-
-    def check(self) -> None:
-        """See `Layout.check`."""
-        named = list(self._named())
-        check_tensors(named)
+                named.append((f"{where}.weight", getattr(linear, "weight", None)))
         _check_activation(self.experts[0])
-        inner, hidden = named[0][1].shape if named[0][1].dim() == 2 else (-1, -1)
-        _check_shapes(named, [(inner, hidden), (inner, hidden), (hidden, inner)] * len(self.experts))
+        return named
 
 
-class StackedExperts:
+class StackedExperts(Layout):
     """A module with parameters ``gate_proj``, ``up_proj`` [E,F,H] and ``down_proj`` [E,H,F] (dFactory)."""
 
-    period = 3
-    key = re.compile(r"(.*\.mlp)\.experts\.(?:gate|up|down)_proj")
+    name = "experts.{part}"
 
-    def __init__(self, experts: nn.Module):
-        self.experts = experts
-
-    @staticmethod
-    def keys(block: str, experts: range) -> list[str]:
-        """See `Layout.keys`."""
-        return [f"{block}.experts.{name}" for name in PROJECTIONS]
-
-    def params(self) -> list[nn.Parameter]:
-        """Gate, up, down."""
-        return [self.experts._parameters[name] for name in PROJECTIONS]  # type: ignore[misc]
-
-    def bypassed(self) -> list[nn.Module]:
-        """The module."""
-        return [self.experts]
-
-    def owners(self) -> list[tuple[nn.Module, str]]:
-        """The module, three times."""
-        return [(self.experts, name) for name in PROJECTIONS]
-
-    def sizes(self) -> tuple[int, int, int]:
-        """(E, F, H)."""
-        num_experts, inner, hidden = self.experts.gate_proj.shape  # type: ignore[misc]
-        return num_experts, inner, hidden
-
-    @staticmethod
-    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
-        """Gate above up in each expert, so both parameters have gaps between experts."""
-        return gate_up_E2FH.tensor_split(2, dim=1)
-
-    @staticmethod
-    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
-        """The tensor itself."""
-        return (down_EHF,)
-
-    def check(self) -> None:
-        """See `Layout.check`."""
+    def _named(self) -> list[tuple[str, Any]]:
         check_calls("experts", self.experts)
-        named = [(f"experts.{name}", getattr(self.experts, name, None)) for name in PROJECTIONS]
-        check_tensors(named)
         _check_activation(self.experts)
-        num_experts, inner, hidden = self.sizes()
-        _check_shapes(named, [(num_experts, inner, hidden)] * 2 + [(num_experts, hidden, inner)])
+        return super()._named()
 
 
-class FusedExperts:
+class FusedExperts(Layout):
     """A block with parameters ``w1`` [E,2F,H], gate above up, and ``w2`` [E,H,F] (dInfer): stacked already."""
 
-    period = 2
-    key = re.compile(r"(.*\.mlp)\.(?:w1|w2)")
-
-    def __init__(self, block: nn.Module):
-        self.experts = block
-
-    @staticmethod
-    def keys(block: str, experts: range) -> list[str]:
-        """See `Layout.keys`."""
-        return [f"{block}.{name}" for name in FUSED]
-
-    def params(self) -> list[nn.Parameter]:
-        """Both tensors."""
-        return [self.experts._parameters[name] for name in FUSED]  # type: ignore[misc]
+    parts = FUSED
+    name = "{part}"
 
     def bypassed(self) -> list[nn.Module]:
         """None: the block is what is patched."""
         return []
 
-    def owners(self) -> list[tuple[nn.Module, str]]:
-        """The block, twice."""
-        return [(self.experts, name) for name in FUSED]
-
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, H)."""
-        num_experts, hidden, inner = self.experts.w2.shape  # type: ignore[misc]
+        num_experts, hidden, inner = self.experts.w2.shape
         return num_experts, inner, hidden
 
-    @staticmethod
-    def gate_up_places(gate_up_E2FH: Tensor) -> Sequence[Tensor]:
-        """The tensor itself."""
-        return (gate_up_E2FH,)
 
-    @staticmethod
-    def down_places(down_EHF: Tensor) -> Sequence[Tensor]:
-        """The tensor itself."""
-        return (down_EHF,)
-
-    def check(self) -> None:
-        """See `Layout.check`."""
-        named = [(name, getattr(self.experts, name, None)) for name in FUSED]
-        check_tensors(named)
-        num_experts, inner, hidden = self.sizes()
-        _check_shapes(named, [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)])
-
-
-LAYOUTS: dict[LayoutName, Any] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
+LAYOUTS: dict[LayoutName, type[Layout]] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
 
 
 def layout_of(keys: Iterable[str]) -> LayoutName:
     """How a checkpoint with tensors of these names holds its experts."""
     names = list(keys)
     for layout in ("stacked", "fused"):
-        if any(map(LAYOUTS[layout].key.fullmatch, names)):
+        if any(map(LAYOUTS[layout].key().fullmatch, names)):
             return layout
     return "per_expert"
 
 
 def is_expert(key: str) -> bool:
     """Whether a checkpoint's tensor of this name holds routed experts, in whatever layout."""
-    return any(layout.key.fullmatch(key) for layout in LAYOUTS.values())
+    return any(layout.key().fullmatch(key) for layout in LAYOUTS.values())
 
 
 def stored_parts(
@@ -271,10 +202,7 @@ def stored_parts(
         gate_up_E2FH, down_EHF: the stacked tensors, on any device: on meta, the parts say shapes.
     """
     kind = LAYOUTS[layout]
-    keys, period = kind.keys(block, experts), kind.period
-    gate_up = [key for place, key in enumerate(keys) if place % period != period - 1]
-    parts = dict(zip(gate_up, kind.gate_up_places(gate_up_E2FH), strict=True))
-    return parts | dict(zip(keys[period - 1 :: period], kind.down_places(down_EHF), strict=True))
+    return dict(zip(kind.keys(block, experts), kind.places(gate_up_E2FH, down_EHF), strict=True))
 
 
 def _check_activation(expert: nn.Module) -> None:
@@ -310,9 +238,3 @@ def check_tensors(named: Sequence[tuple[str, Any]]) -> None:
             )
     if len({id(weight) for _, weight in named}) < len(named):
         raise TypeError("two experts share one parameter: each needs its own to become a part of the stacked tensor")
-
-
-def _check_shapes(named: Sequence[tuple[str, Any]], expected: Sequence[tuple[int, ...]]) -> None:
-    for (where, weight), shape in zip(named, expected, strict=True):
-        if tuple(weight.shape) != shape:
-            raise ValueError(f"{where} has shape {tuple(weight.shape)}: expected {shape}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from epoch_moe.experts.layouts import FUSED, PROJECTIONS, LayoutName
+from epoch_moe.experts.layouts import LAYOUTS, LayoutName
 from epoch_moe.experts.weights import ExpertWeights
 
 
@@ -51,8 +51,8 @@ def keep_experts(block: nn.Module, layout: LayoutName, attribute: str, kept: ran
     Raises:
         ValueError: the block has been reduced to other experts before.
     """
-    if layout == "per_expert":
-        experts = getattr(block, attribute)
+    experts: Any = block if layout == "fused" else getattr(block, attribute)
+    if LAYOUTS[layout].each:
         if isinstance(experts, LocalExperts):
             if experts.kept != kept:
                 raise ValueError(
@@ -60,17 +60,14 @@ def keep_experts(block: nn.Module, layout: LayoutName, attribute: str, kept: ran
                     f"{kept.start} to {kept.stop - 1}; load the model anew for another group of ranks"
                 )
             return
-        local = LocalExperts(experts, kept)
-        setattr(block, attribute, local)
-        for param in local.parameters():
+        experts = LocalExperts(experts, kept)
+        setattr(block, attribute, experts)
+        for param in experts.parameters():
             if param.device.type != "meta":
                 param.data = param.data.clone()
-        source: Any = local
     else:
-        source = block if layout == "fused" else getattr(block, attribute)
-        for name in FUSED if layout == "fused" else PROJECTIONS:
-            param = source._parameters[name]
+        for param in LAYOUTS[layout](experts).params():
             if param.shape[0] != len(kept):
                 param.data = param.data[kept.start : kept.stop].clone()
     if isinstance(block.__dict__.get("_weights"), ExpertWeights):
-        block.__dict__["_weights"] = ExpertWeights(source, layout)  # the old ones hold on to the other experts
+        block.__dict__["_weights"] = ExpertWeights(experts, layout)  # the old ones hold on to the other experts

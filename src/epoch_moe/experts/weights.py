@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -25,12 +26,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epoch_moe.experts.bypassed import Untouched
-from epoch_moe.experts.layouts import LAYOUTS, PROJECTIONS, Layout, LayoutName
+from epoch_moe.experts.layouts import LAYOUTS, Layout, LayoutName
 from epoch_moe.experts.run import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.precision import product_dtype
-
-__all__ = ["PROJECTIONS", "ExpertWeights"]
 
 
 class _StackedView(torch.autograd.Function):
@@ -107,11 +106,6 @@ class ExpertWeights:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["experts"], state.get("layout", "per_expert"))  # type: ignore[misc]
 
-    def _params(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters that make up the gate and up projections, and the down projections."""
-        params, period = self.layout.params(), self.layout.period
-        return [p for i, p in enumerate(params) if i % period != period - 1], params[period - 1 :: period]
-
     def is_stacked(self) -> bool:
         """True where every parameter still lies at its place in the stacked tensors, and no module was replaced."""
         seen = self._seen
@@ -150,10 +144,10 @@ class ExpertWeights:
         """`ensure`, as a function of the parameters for autograd (no copy; gradients arrive per parameter)."""
         stacked = self.ensure()
         # Asked anew: another Parameter over the same storage (frozen weights wrapped again, say) must get the gradient.
-        gate_up_params, down_params = self._params()
+        gate_up_params, down_params = self.layout.split_params()
         return ExpertViews.fused(
-            _StackedView.apply(stacked.gate_up_E2FH, self.layout.gate_up_places, *gate_up_params),
-            _StackedView.apply(stacked.down_EHF, self.layout.down_places, *down_params),
+            _StackedView.apply(stacked.gate_up_E2FH, self.layout.places, *gate_up_params),
+            _StackedView.apply(stacked.down_EHF, partial(self.layout.places, None), *down_params),
         )
 
     def compute(
@@ -216,10 +210,10 @@ class ExpertWeights:
         self._stacked = self._seen = None
         self.check()
         num_experts, inner, hidden = self.layout.sizes()
-        gate_up, down = self._params()
+        gate_up, down = self.layout.split_params()
         self.moved_bytes = self.peak_bytes = 0
-        gate_up_E2FH = self._gather(gate_up, (num_experts, 2 * inner, hidden), self.layout.gate_up_places)
-        down_EHF = self._gather(down, (num_experts, hidden, inner), self.layout.down_places)
+        gate_up_E2FH = self._gather(gate_up, (num_experts, 2 * inner, hidden), self.layout.places)
+        down_EHF = self._gather(down, (num_experts, hidden, inner), partial(self.layout.places, None))
         self._seen = _Seen(self.layout)
         self._stackings += 1
         self._stacked = ExpertViews.fused(gate_up_E2FH, down_EHF)

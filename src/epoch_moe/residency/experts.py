@@ -294,20 +294,13 @@ class ResidentExperts:
 
     def give_back(self, stacked: ExpertViews) -> None:
         """Make the modules' parameters views of ``stacked``, which holds all experts."""
-        places = self._places(stacked)
+        places = self.layout.places(stacked.gate_up_E2FH, stacked.down_EHF)
         for number, ((module, name), place) in enumerate(zip(self.layout.owners(), places, strict=True)):
             meta = module._parameters[name]
             assert meta is not None
             param = nn.Parameter(place, meta.requires_grad) if self.kept is None else self.kept[number]
             param.data = place
             module._parameters[name] = param
-
-    def _places(self, stacked: ExpertViews) -> list[Tensor]:
-        """Where each parameter lies in the stacked tensors, in the order of `Layout.owners`."""
-        gate_up = list(self.layout.gate_up_places(stacked.gate_up_E2FH))
-        down = list(self.layout.down_places(stacked.down_EHF))
-        each = self.layout.period - 1
-        return [t for i, d in enumerate(down) for t in (*gate_up[i * each : (i + 1) * each], d)]
 
     def read_all(self) -> ExpertViews:
         """All experts, ``[E,2F,H]`` and ``[E,H,F]`` in memory on the device.

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from epoch_moe.experts.layouts import LAYOUTS
 from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_header
 
 
@@ -323,46 +324,38 @@ def find_parts(
     Raises:
         ValueError: it has them in other sizes or dtypes than can be used.
     """
-    half, down = (inner, hidden), (hidden, inner)
-    # Tensor -> (shape of one expert's part, is it of the down projection, rows of [2F,H] before it)
-    single = {
-        "gate_proj": (half, False, 0),
-        "up_proj": (half, False, inner),
-        "down_proj": (down, True, 0),
-    }
-    fused = {"w1": ((2 * inner, hidden), False, 0), "w2": (down, True, 0)}
-    if f"{prefix}.w1" in headers:
-        named = {f"{prefix}.{name}": where for name, where in fused.items()}
-        stacked = True
-    elif f"{prefix}.experts.gate_proj" in headers:
-        named = {f"{prefix}.experts.{name}": where for name, where in single.items()}
-        stacked = True
-    elif f"{prefix}.experts.{experts.start}.gate_proj.weight" in headers:
-        stacked, named = False, {}
+    for layout in LAYOUTS.values():
+        keys, period = layout.keys(prefix, experts), len(layout.parts)
+        if keys[0] in headers:
+            break
     else:
         return None
+    gate_up = torch.empty(1, 2 * inner, hidden, device="meta")
+    places = layout.places(gate_up, gate_up.new_empty(1, hidden, inner))  # of one expert
     dtypes: set[str] = set()
 
-    def part(key: str, expert: int, shape: tuple[int, int], is_down: bool, before: int) -> Part:
+    def part(key: str, row: int, number: int) -> Part:
         header = headers.get(key)
         if header is None:
             raise ValueError(f"there is no {key} beside the other experts of {prefix}")
-        wanted = shape if not stacked else (header.shape[0], *shape)
-        if header.shape != wanted or (stacked and header.shape[0] < experts.stop):
-            raise ValueError(f"{key} has shape {list(header.shape)}: expected {['experts', *shape][not stacked :]}")
+        place = places[number]
+        shape = tuple(place.shape[-2:])
+        count = 1 if layout.each else header.shape[0]
+        if header.shape != (shape if layout.each else (count, *shape)) or row >= count:
+            expected = [*shape] if layout.each else ["experts", *shape]
+            raise ValueError(f"{key} has shape {list(header.shape)}: expected {expected}")
         dtypes.add(header.dtype)
         item = STORED_DTYPES[header.dtype].itemsize
-        size = shape[0] * shape[1] * item
-        if header.end - header.start != size * (header.shape[0] if stacked else 1):
+        size = place.numel() * item
+        if header.end - header.start != size * count:
             raise ValueError(f"{key} takes {header.end - header.start} bytes of {header.file}: its shape differs")
-        start = header.start + (expert * size if stacked else 0)
-        return Part(files[header.file], key, start, size, is_down, before * hidden * item)
+        start, offset = header.start + row * size, int(place.storage_offset()) * item
+        return Part(files[header.file], key, start, size, number == period - 1, offset)
 
     parts_E = []
-    for expert in experts:
-        if not stacked:
-            named = {f"{prefix}.experts.{expert}.{name}.weight": where for name, where in single.items()}
-        parts_E.append(tuple(part(key, expert, *where) for key, where in named.items()))
+    for index, expert in enumerate(experts):
+        own, row = (keys[index * period : (index + 1) * period], 0) if layout.each else (keys, expert)
+        parts_E.append(tuple(part(key, row, number) for number, key in enumerate(own)))
     if len(dtypes) != 1:
         raise ValueError(f"experts of {prefix} are stored in several dtypes: {', '.join(sorted(dtypes))}")
     return parts_E, STORED_DTYPES[dtypes.pop()]
