@@ -45,17 +45,16 @@ class BlockSpec:
         shared: attribute of the shared expert inside the block, or None.
         returns_router: the block returns ``(out, (router_logits, topk_ids))`` rather than ``out``.
 
-    Example::
-
-        from epoch_moe import BlockSpec, RouterSpec
-
-        spec = BlockSpec(
-            family="mine",
-            router=RouterSpec(kind="softmax", num_experts=64, top_k=8),
-            gate_weight="gate.weight",  # block.gate is nn.Linear(hidden, 64, bias=False)
-            gate_bias=None,
-        )
-        assert spec.experts == "experts" and spec.layout == "per_expert"  # block.experts is a ModuleList of 64 MLPs
+    Example:
+        >>> from epoch_moe import BlockSpec, RouterSpec
+        >>> spec = BlockSpec(
+        ...     family="mine",
+        ...     router=RouterSpec(kind="softmax", num_experts=64, top_k=8),
+        ...     gate_weight="gate.weight",  # block.gate is nn.Linear(hidden, 64, bias=False)
+        ...     gate_bias=None,
+        ... )
+        >>> spec.experts, spec.layout  # block.experts is a ModuleList of 64 MLPs
+        ('experts', 'per_expert')
     """
 
     family: str
@@ -145,22 +144,21 @@ class EpochMoEBlock(nn.Module):
     Raises:
         TypeError, ValueError: ``original`` is not built as ``spec`` says, see `BlockSpec.check`.
 
-    Example::
-
-        import torch
-        from epoch_moe import BlockSpec, EpochMoEBlock, RouterSpec
-
-        class Mixture(torch.nn.Module):  # w1: gate above up projections, w2: down projections
-            def __init__(self, experts=4, hidden=16, inner=8):
-                super().__init__()
-                self.gate = torch.nn.Linear(hidden, experts, bias=False)
-                self.w1 = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden))
-                self.w2 = torch.nn.Parameter(torch.randn(experts, hidden, inner))
-
-        router = RouterSpec(kind="softmax", num_experts=4, top_k=2)
-        spec = BlockSpec(family="mine", router=router, gate_weight="gate.weight", gate_bias=None, layout="fused")
-        block = EpochMoEBlock(Mixture(), spec)
-        assert block(torch.randn(1, 5, 16)).shape == (1, 5, 16)
+    Example:
+        >>> import torch
+        >>> from epoch_moe import BlockSpec, EpochMoEBlock, RouterSpec
+        >>> class Mixture(torch.nn.Module):  # w1: gate above up projections, w2: down projections
+        ...     def __init__(self, experts=4, hidden=16, inner=8):
+        ...         super().__init__()
+        ...         self.gate = torch.nn.Linear(hidden, experts, bias=False)
+        ...         self.w1 = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden))
+        ...         self.w2 = torch.nn.Parameter(torch.randn(experts, hidden, inner))
+        ...
+        >>> router = RouterSpec(kind="softmax", num_experts=4, top_k=2)
+        >>> spec = BlockSpec(family="mine", router=router, gate_weight="gate.weight", gate_bias=None, layout="fused")
+        >>> block = EpochMoEBlock(Mixture(), spec)
+        >>> block(torch.randn(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
     """
 
     weights: LayerExperts

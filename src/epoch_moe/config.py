@@ -44,6 +44,13 @@ class EpochConfig:
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
             go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
         backend: how routed experts are computed, see `epoch_moe.experts.run`.
+
+    Example:
+        >>> from epoch_moe import EpochConfig
+        >>> EpochConfig(coverage=0.9, refresh_interval=4).replace(on_miss="expand").floor
+        0.85
+        >>> EpochConfig.exact().refresh_interval
+        1
     """
 
     coverage: float | None = 0.95

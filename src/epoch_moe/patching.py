@@ -194,6 +194,14 @@ def patch(
         ValueError: no MoE block of a known family (``strict``), or one of the last three arguments is no such thing.
             Or the configuration asks for a backend that these experts rule out, or the budget holds no expert.
         TypeError: experts that cannot be stacked: quantised, adapter-wrapped, on the meta device (``strict``).
+
+    Example:
+        >>> import epoch_moe
+        >>> model, tokenizer = epoch_moe.load_model("tiny-llada2")
+        >>> report = epoch_moe.patch(model, "exact")
+        >>> report.family, len(report.patched)
+        ('llada2', 3)
+        >>> epoch_moe.unpatch(model)
     """
     model = inner_model(model)
     if isinstance(config, str):
@@ -283,6 +291,14 @@ def unpatch(model: nn.Module) -> None:
         RuntimeError: a decode, a block or a forward is under way on the model, in any thread; or somebody replaced or
             wrapped a patched block since; or experts cannot be read back from where they lie (`epoch_moe.residency`).
             The error names it, and nothing is changed.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, _ = epoch_moe.load_model("tiny-llada2")
+        >>> block, report = model.model.layers[1].mlp, epoch_moe.patch(model)
+        >>> epoch_moe.unpatch(model)
+        >>> model.model.layers[1].mlp is block
+        True
     """
     model = inner_model(model)
     state = _state(model)
@@ -346,6 +362,15 @@ def patched(
     """`patch` for the length of a ``with`` block, with its arguments.
 
     On a model that is patched already, the configuration is changed and changed back at the end.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, tokenizer = epoch_moe.load_model("tiny-llada2")
+        >>> prompt = tokenizer("sum 3 6 5 4 2:", return_tensors="pt")["input_ids"]
+        >>> with epoch_moe.patched(model, "exact"):
+        ...     out = epoch_moe.generate(model, prompt, gen_length=32)
+        >>> tokenizer.decode(out.answers[0], skip_special_tokens=True)
+        '3+6=9+5=14+4=18+2=20 so 20'
     """
     state = _state(model)
     before = None if state is None else (state.config, None if state.following is None else state.following.hints)

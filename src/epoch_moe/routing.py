@@ -43,6 +43,11 @@ class RouterSpec:
             ``topk_group`` with the highest sum of two best selection scores survive.
         routed_scaling_factor: factor on the normalised weights (sigmoid kinds).
         expert_capacity, block_size: block_pool only; every ``block_size`` rows share a pool of ``expert_capacity``.
+
+    Example:
+        >>> from epoch_moe import RouterSpec
+        >>> RouterSpec(kind="sigmoid_group", num_experts=256, top_k=8, n_group=8, topk_group=4).group_size
+        32
     """
 
     kind: RouterKind

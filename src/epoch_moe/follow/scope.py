@@ -177,12 +177,18 @@ def following(
     compared with the one before (docs/plans.md, "Loops of others"). What was learned ends with the scope. Forwards of
     other threads and tasks are not in it.
 
-    Example::
-
-        epoch_moe.patch(model)
-        with epoch_moe.following(model, block_length=32) as follower:
-            out = pipeline(prompt)
-        print(follower.report())
+    Example:
+        >>> import epoch_moe, torch
+        >>> model, _ = epoch_moe.load_model("tiny-llada2")
+        >>> report = epoch_moe.patch(model)
+        >>> ids = torch.full((1, 32), model.config.mask_token_id)
+        >>> with torch.no_grad(), epoch_moe.following(model, block_length=32) as follower:
+        ...     for _ in range(3):  # a loop of your own, or a pipeline's
+        ...         best = model(ids).logits.softmax(-1).max(-1)
+        ...         row = best.values.masked_fill(ids != model.config.mask_token_id, 0.0).argmax()
+        ...         ids[0, row] = best.indices[0, row]
+        >>> follower.report().work.forwards
+        3
 
     Args:
         model: patched, or a wrapper (peft, for one) around a patched model.
@@ -225,6 +231,13 @@ def plan_report(model: nn.Module, *, reset: bool = False) -> PlanReport:
 
     Raises:
         ValueError: the model is not patched.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, _ = epoch_moe.load_model("tiny-llada2")
+        >>> report = epoch_moe.patch(model)
+        >>> epoch_moe.plan_report(model).work.forwards  # nobody has opened a scope
+        0
     """
     return _following(model).report(reset=flag("reset", reset))
 

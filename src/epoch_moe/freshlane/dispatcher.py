@@ -71,21 +71,19 @@ class FreshLaneDispatcher(nn.Module):
 
     It has no parameters, no backward pass over ranks, and needs nothing else of this library.
 
-    Example::
-
-        import torch
-        from epoch_moe import FreshLaneDispatcher
-
-        weight_eHH = torch.randn(8, 4, 4)  # this rank's experts; here all of them
-
-        def experts(arrived):  # x_NH, and of its pairs here: ids_NK (-1: none) and weights_NK (0 then)
-            y_NKH = torch.einsum("nh,nkgh->nkg", arrived.x_NH, weight_eHH[arrived.ids_NK])
-            return (y_NKH * arrived.weights_NK.unsqueeze(-1)).sum(dim=1)
-
-        dispatcher = FreshLaneDispatcher(num_experts=8)  # group=torch.distributed.group.WORLD under torchrun
-        x_RH, ids_RK = torch.randn(3, 4), torch.tensor([[0, 5], [7, 1], [2, -1]])  # -1: no expert
-        y_RH = dispatcher(x_RH, ids_RK, torch.full((3, 2), 0.5), experts)
-        assert torch.allclose(y_RH[2], 0.5 * weight_eHH[2] @ x_RH[2], atol=1e-5)
+    Example:
+        >>> import torch
+        >>> from epoch_moe import FreshLaneDispatcher
+        >>> weight_eHH = torch.randn(8, 4, 4)  # this rank's experts; here all of them
+        >>> def experts(arrived):  # x_NH, and of its pairs here: ids_NK (-1: none) and weights_NK (0 then)
+        ...     y_NKH = torch.einsum("nh,nkgh->nkg", arrived.x_NH, weight_eHH[arrived.ids_NK])
+        ...     return (y_NKH * arrived.weights_NK.unsqueeze(-1)).sum(dim=1)
+        ...
+        >>> dispatcher = FreshLaneDispatcher(num_experts=8)  # group=torch.distributed.group.WORLD under torchrun
+        >>> x_RH, ids_RK = torch.randn(3, 4), torch.tensor([[0, 5], [7, 1], [2, -1]])  # -1: no expert
+        >>> y_RH = dispatcher(x_RH, ids_RK, torch.full((3, 2), 0.5), experts)
+        >>> torch.allclose(y_RH[2], 0.5 * weight_eHH[2] @ x_RH[2], atol=1e-5)
+        True
     """
 
     def __init__(

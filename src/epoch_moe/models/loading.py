@@ -128,6 +128,12 @@ def load_model(
         FileNotFoundError: for an unknown name or folder, missing files, or a Hub checkpoint that cannot be had.
         ValueError: for a model type, dtype, device, layout, adapter or damaged file; the message quotes it.
         TypeError: for a ``residency`` that is no `ResidencyConfig`.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, tokenizer = epoch_moe.load_model("tiny-llada2")
+        >>> model.training, tokenizer.decode(tokenizer("3+6=9")["input_ids"])
+        (False, '3+6=9')
     """
     instance("path_or_id", path_or_id, (str, Path), "a name, a folder or a Hub id")
     requested_dtype = _dtype(dtype)

@@ -135,6 +135,18 @@ class RowStore:
         counters: work so far.
 
     One thread uses a store at a time.
+
+    Example:
+        >>> import torch
+        >>> from epoch_moe.functional import RouterSpec, RowKeys, RowStore, fresh_rows
+        >>> from epoch_moe import EpochConfig
+        >>> router = RouterSpec(kind="softmax", num_experts=8, top_k=2)
+        >>> store = RowStore(EpochConfig(), router, num_layers=2, max_slots=4, window=8, hidden_size=16)
+        >>> slot, generation, block, position = torch.zeros(4, 8, dtype=torch.int64)
+        >>> keys = RowKeys(slot, generation, block, torch.arange(8))  # the 8 rows of one request's first block
+        >>> ids_T = torch.full((8,), 99)
+        >>> fresh_rows(store, keys, ids_T, ids_T == 99, mask_id=99).num_fresh  # MASK rows are live: all are computed
+        8
     """
 
     def __init__(

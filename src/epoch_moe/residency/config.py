@@ -37,6 +37,13 @@ class ResidencyConfig:
         tier: where the other experts lie: ``"disk"``, ``"host"`` (main memory, pinned where the device is a GPU), or
             ``"auto"``: host beside a GPU if they fit into half of the free main memory, else disk.
         drop_cache: have the system forget file contents that were read, so that its page cache stays small too.
+
+    Example:
+        >>> import epoch_moe
+        >>> residency = epoch_moe.ResidencyConfig(budget="40%", policy="lru")
+        >>> model, _ = epoch_moe.load_model("tiny-llada2", residency=residency)
+        >>> epoch_moe.residency_report(model).hit_rate is None  # no forward yet
+        True
     """
 
     budget: float | int | str = 0.4

@@ -137,6 +137,14 @@ def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyRepor
 
     Raises:
         ValueError: all experts of the model are in memory.
+
+    Example:
+        >>> import epoch_moe
+        >>> model, tokenizer = epoch_moe.load_model("tiny-llada2", residency=epoch_moe.ResidencyConfig(budget=0.4))
+        >>> prompt = tokenizer("sum 3 6 5 4 2:", return_tensors="pt")["input_ids"]
+        >>> out = epoch_moe.generate(model, prompt, gen_length=32)
+        >>> 0 < epoch_moe.residency_report(model).hit_rate < 1
+        True
     """
     flag("reset", reset)
     patched = module("model", model).__dict__.get("_epoch_moe")
