@@ -163,8 +163,8 @@ TABLE: dict[str, tuple[Call, dict[str, str]]] = {
                      {"model": "required", "plan": "object", "record": "flag"}),
     "in_step": (lambda models, model: epoch_moe.in_step(model).__enter__(), {"model": "required"}),
     "BlockPlanContext": (lambda models, **a: BlockPlanContext(
-        **{"patched": models["blocks"]._epoch_moe, "config": None, **a}),
-        {"patched": "required", "config": "object", "record": "flag"}),
+        **{"model": models["blocks"], "config": None, **a}),
+        {"model": "required", "config": "object", "record": "flag"}),
     "begin_block": (lambda models, **a: context_of(models).begin_block(**{"batch": 1, "window": 3, **a}),
                     {"batch": "whole", "window": "whole", "prefix": "whole", "future": "whole",
                      "prefix_constant": "flag"}),

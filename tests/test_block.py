@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -124,6 +125,76 @@ def test_a_plan_works_on_hidden_states_alone() -> None:
                 assert model.layers[0]["mlp"](x)[1] is not None  # type: ignore[index]  # a second visit: dense
             assert relative_error(out, dense_model(x)) < 1e-6
     assert context.counters.read().fallbacks == {"revisit": 3, "version": 2}
+
+
+def wrapped_by_hand(model: Stack) -> list[EpochMoEBlock]:
+    blocks = []
+    for layer in model.layers:
+        layer["mlp"] = EpochMoEBlock(layer["mlp"], describe_block(layer["mlp"]))  # type: ignore[index,arg-type]
+        blocks.append(layer["mlp"])  # type: ignore[index]
+    return blocks
+
+
+@torch.no_grad()
+def test_blocks_that_somebody_wrapped_are_planned_as_patched_ones() -> None:
+    model, config, mask_id = Stack().eval(), EpochConfig(refresh_interval=None, coverage=0.5), 9
+    patched, by_hand = copy.deepcopy(model), copy.deepcopy(model)
+    epoch_moe.patch(patched, config)
+    blocks = wrapped_by_hand(by_hand)
+    x = torch.randn(3, 1, 6, H)
+    ids_NBS = torch.where(torch.arange(6) < 2 * torch.arange(1, 4)[:, None, None], 1, mask_id)
+    outs, works = [], []
+    for each, target in ((patched, patched), (by_hand, blocks), (by_hand, blocks)):  # twice: they are joined already
+        with epoch_moe.BlockPlanContext(target, config) as context:
+            context.begin_block(batch=1, window=6)
+            for ids_BS, x_BSH in zip(ids_NBS, x, strict=True):
+                with context.iteration(ids_BS, mask_id=mask_id):
+                    outs.append(each(x_BSH))
+        works.append(context.counters.read())
+        with pytest.raises(RuntimeError, match="no block is open"):  # the end of `with` has closed it
+            context.iteration(ids_NBS[0], mask_id=mask_id).__enter__()
+    assert works[0] == works[1] == works[2] and 0 < works[0].rows < works[0].dense_rows
+    assert all(map(torch.equal, outs[:3] * 2, outs[3:]))
+    alone = wrapped_by_hand(Stack(1).eval())[0]
+    with epoch_moe.BlockPlanContext(alone, config) as context:
+        context.begin_block(batch=1, window=6)
+        with context.iteration(ids_NBS[0], mask_id=mask_id):
+            alone(x[0])
+    assert context.counters.read().forwards == 1 and len(context.counters.read().per_layer) == 1
+
+
+def test_blocks_that_are_no_whole_plan_are_refused() -> None:
+    model = Stack()
+    blocks = wrapped_by_hand(Stack())
+    for target in (model, [], "model", [model], [*blocks, 3]):
+        with pytest.raises((TypeError, ValueError), match=r"patched model, or an EpochMoEBlock"):
+            epoch_moe.BlockPlanContext(target, None)
+    with pytest.raises(ValueError, match="has one of them twice"):
+        epoch_moe.BlockPlanContext([blocks[0], blocks[0]], None)
+    epoch_moe.patch(model)
+    known = [layer["mlp"] for layer in model.layers]  # type: ignore[index]
+    for some in ([known[1]], [known[1], known[0]], [blocks[0], known[1]]):
+        with pytest.raises(ValueError, match=r"blocks with index \[.*expected all blocks of that plan in their order"):
+            epoch_moe.BlockPlanContext(some, None)
+    assert [block.index for block in known] == [0, 1] and blocks[0].slot is not blocks[1].slot
+    epoch_moe.BlockPlanContext(known, None)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_context_surrounds_a_decode(error: type[BaseException] | None) -> None:
+    model = Stack().eval()
+    epoch_moe.patch(model)
+    context = epoch_moe.BlockPlanContext(model, EpochConfig())
+    with pytest.raises(error) if error else nullcontext(), context as entered:
+        assert entered is context
+        with pytest.raises(RuntimeError, match="is entered already"):
+            context.__enter__()
+        with pytest.raises(RuntimeError, match="a decode"):
+            epoch_moe.unpatch(model)
+        context.begin_block(batch=1, window=4)
+        if error:
+            raise error
+    epoch_moe.unpatch(model)
 
 
 def test_only_blocks_of_a_known_shape_are_described() -> None:

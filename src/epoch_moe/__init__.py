@@ -23,7 +23,7 @@ _HOMES = {
     "following": "epoch_moe.follow.scope",
     "generate": "epoch_moe.decoding",
     "generate_semi_autoregressive": "epoch_moe.decoding",
-    "in_step": "epoch_moe.plan.context",
+    "in_step": "epoch_moe.plan.ranks",
     "load_model": "epoch_moe.models",
     "open_context": "epoch_moe.plan.context",
     "patch": "epoch_moe.patching",
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from epoch_moe.models import load_model, register_auto_classes
     from epoch_moe.patch_report import PatchReport
     from epoch_moe.patching import patch, patched, unpatch
-    from epoch_moe.plan.context import BlockPlanContext, in_step, open_context
+    from epoch_moe.plan.context import BlockPlanContext, open_context
+    from epoch_moe.plan.ranks import in_step
     from epoch_moe.residency.config import ResidencyConfig
     from epoch_moe.residency.report import residency_report
     from epoch_moe.routing import RouterSpec

@@ -9,6 +9,7 @@ Shape suffixes: B sequences, S positions, T = B x S rows, R fresh rows, H hidden
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from epoch_moe.checks import FLOAT_DTYPES, choice, instance, tensor
+from epoch_moe.config import EpochConfig
 from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.bypassed import check_linear, check_router
 from epoch_moe.experts.layouts import FUSED, LAYOUTS, LayoutName
 from epoch_moe.experts.run import BACKENDS, Backend
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.freshlane.device import PaddedLane
+from epoch_moe.freshlane.device import PaddedLane, compact_for
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.freshlane.lane import DenseLane, Forward, Lane, LayerExperts, ListedLane, Visit
 from epoch_moe.plan.block_plan import ForwardPlan
-from epoch_moe.plan.packed import PaddedRows
+from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.precision import product_dtype
 from epoch_moe.routing import RouterSpec
@@ -250,6 +253,17 @@ class EpochMoEBlock(nn.Module):
             return DenseLane(visit, (x_BSH.shape[0], x_BSH.shape[1]))
         self._check_no_gradients(x_BSH)
         return PaddedLane(visit, step) if isinstance(step.rows, PaddedRows) else ListedLane(visit, step)
+
+    @property
+    def routing_block(self) -> int | None:
+        """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
+        return self.spec.router.block_size
+
+    def compact_for(self, config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:
+        """What packs the rows of a plan on the device, or None where rows must be lists."""
+        # Experts outside of fast memory are chosen by lists of rows, and so are rows that travel.
+        lists = self.dispatcher.ranks is not None or self.slot.listener is not None
+        return None if lists else compact_for(config, layers)
 
     def _check_no_gradients(self, x_BSH: Tensor) -> None:
         if self.training:

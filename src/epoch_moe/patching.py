@@ -6,13 +6,12 @@ Nothing is patched at import, no class is changed, and nothing is global: a patc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from epoch_moe import checks
@@ -21,84 +20,45 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.bypassed import replaced_forward
 from epoch_moe.experts.run import Backend, pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
-from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.families import SHAPES, describe_block
 from epoch_moe.follow.scope import FollowedGenerate, Following, follow_generate
 from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.device import compact_for
 from epoch_moe.freshlane.dispatch_kinds import RowLayout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal
 from epoch_moe.patch_report import PatchReport
-from epoch_moe.plan.packed import Compact
-from epoch_moe.plan.patched import inner_model
+from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.residency.experts import ResidentExperts
 from epoch_moe.residency.state import Residency
 
-ATTRIBUTE = "_epoch_moe"
-
 
 @dataclass
-class PatchState:
-    """What a patch leaves on the model, under ``model._epoch_moe``.
+class PatchState(Patched):
+    """What a patch leaves on the model, under ``model._epoch_moe``: its layers, and what is needed to undo it.
 
     Attributes:
-        slot: where the blocks find the plan of a forward.
-        config: the plan that `epoch_moe.generate` uses by default.
         blocks: module path -> block.
+        ep: the ranks that the experts are split over; None: all are here.
         hooks: handles to remove on `unpatch`.
         device_hooks: module path -> accelerate hook that the block took over from the original.
         following: the scopes in which loops that open no plan themselves are followed.
         generate: what makes calls of the model's own ``generate`` such scopes; None where it has none.
-        ep: the ranks that the experts are split over; None: all are here.
         residency: which experts are in fast memory; None: all.
     """
 
-    slot: PlanSlot
-    config: EpochConfig | None
     blocks: dict[str, EpochMoEBlock]
+    ep: ExpertParallel | None = None
     hooks: list[Any] = field(default_factory=list)
     device_hooks: dict[str, Any] = field(default_factory=dict)
     following: Following | None = None
     generate: FollowedGenerate | None = None
-    ep: ExpertParallel | None = None
     residency: Residency | None = None
-
-    @property
-    def routing_block(self) -> int | None:
-        """Rows that share a pool of experts (LLaDA2.2), or None where every row routes for itself."""
-        return next((block.spec.router.block_size for block in self.blocks.values()), None)
-
-    def ensure_stacked(self) -> list[ExpertViews]:
-        """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
-        return [block.weights.ensure() for block in self.blocks.values()]
-
-    def compact_for(self, config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:
-        """What packs the rows of a plan on the device, or None where rows must be lists."""
-        # Experts outside of fast memory are chosen by lists of rows, and so are rows that travel.
-        return compact_for(config, layers) if self.ep is None and self.slot.listener is None else None
-
-    @property
-    def device(self) -> torch.device:
-        """Where ids and masks of forwards are."""
-        return next(iter(self.blocks.values())).weights.ensure().down_EHF.device
-
-    def idle_forward(self, batch: int, rows: int) -> None:
-        """Run every MoE block on rows that do not exist, for the collectives in it."""
-        for block in self.blocks.values():
-            down_EHF = block.weights.ensure().down_EHF
-            size = (batch, rows, down_EHF.shape[1])
-            block(torch.zeros(size, dtype=down_EHF.dtype, device=down_EHF.device))
-
-    def bytes_per_expert(self) -> list[int]:
-        """For each MoE layer."""
-        return [block.weights.ensure().bytes_per_expert for block in self.blocks.values()]
 
 
 class _RouterRequest:
@@ -250,6 +210,7 @@ def patch(
     for _, module, spec in prepared:
         pick = pick_backend if residency is None else pick_segments
         pick(backend, ExpertWeights(spec.holder(module), spec.layout).outline())
+    slot.num_layers = len(prepared)
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))
     dispatcher = None if new.ep is None else new.ep.dispatcher
@@ -271,7 +232,7 @@ def patch(
         if "_hf_hook" in block.original.__dict__:
             new.device_hooks[path] = _take_over_hook(block)
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    seen = PatchState(slot, config, new.blocks, ep=new.ep, residency=new.residency)
+    seen = Patched(slot, config, new.blocks, new.ep)
     new.following, new.generate = Following(seen, config, hints), follow_generate(model)
     # A plan must be there before it is asked for router logits.
     new.hooks.append(base.register_forward_pre_hook(new.following.before, with_kwargs=True))

@@ -83,7 +83,7 @@ class DecodeLoop(ABC, Generic[S]):
         """Run the decode; the streamer gets its end also after an error."""
         streamer = self.request.streamer
         try:
-            with self.context.decode():
+            with self.context:
                 if streamer is not None:
                     streamer.put(self.request.prompts[0].cpu().unsqueeze(0))
                 self.run()

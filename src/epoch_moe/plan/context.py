@@ -9,30 +9,31 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, instance, module, tensor, whole, wrong
+from epoch_moe.checks import FLOAT_DTYPES, flag, instance, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan, check_block
+from epoch_moe.plan import refusals
+from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
 from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, check_capture
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.patched import Patched
+from epoch_moe.plan.patched import layers_of, patched_of
+from epoch_moe.plan.ranks import OtherRanks
 from epoch_moe.plan.recorder import ExpertRecorder
 from epoch_moe.plan.slot import DenseForward, Hold
-from epoch_moe.plan.turns import Turn
 
 LmHeadRows = Literal["live", "block"]
 
 
 class BlockPlanContext:
-    """The plan of one decode on a patched model.
+    """The plan of one decode.
 
     Args:
-        patched: what `epoch_moe.patch` left on the model (``model._epoch_moe``).
+        model: a patched model; or one `EpochMoEBlock`, or a list of them in the order in which they run, for blocks
+            that were put into a model by hand.
         config: the plan's configuration; None = no plan, work is counted only.
         record: also keep which experts each forward used (``counters.recorder``), for `epoch_moe.report.plan_figure`.
 
@@ -42,55 +43,64 @@ class BlockPlanContext:
 
     Example::
 
-        context = open_context(model, EpochConfig())
-        with context.block(batch=1, window=32):
-            while undecoded:
-                with context.iteration(ids_BS, mask_id=mask_id):
-                    hidden = model.model(ids_BS, ...)
-                ...
+        with epoch_moe.BlockPlanContext(model, EpochConfig()) as context:
+            with context.block(batch=1, window=32):
+                while (ids_BS == mask_id).any():
+                    with context.iteration(ids_BS, mask_id=mask_id):
+                        logits_BSV = model(ids_BS).logits
+                    ids_BS = commit(ids_BS, logits_BSV)
+        print(context.counters.read().pairs)
+
+    As a ``with`` block it surrounds the whole decode: until its end, also between the decode's blocks, the patch cannot
+    change; at its end an open block is closed, and `finish` called unless an error is on its way.
     """
 
-    def __init__(self, patched: Patched, config: EpochConfig | None, record: bool = False):
-        if not hasattr(patched, "slot"):
-            raise wrong("patched", patched, "what patch() left on a model, model._epoch_moe")
+    def __init__(self, model: Any, config: EpochConfig | None, record: bool = False):
+        self._patched = layers_of(model)
         instance("config", config, (EpochConfig, type(None)), "an EpochConfig, or None: no plan")
         flag("record", record)
-        self._patched, self.config = patched, config
-        bytes_per_expert = patched.bytes_per_expert()
+        self.config = config
+        bytes_per_expert = self._patched.bytes_per_expert()
         self.counters = Counters(len(bytes_per_expert), bytes_per_expert)
         if record:
             self.counters.recorder = ExpertRecorder(self.counters.num_layers)
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
+        self._ranks = OtherRanks(self._patched, config, self.counters)
+        self._decode: Hold | None = None
         self._plan: BlockPlan | None = None
         self._open: Hold | None = None
         self._entered = False
-        self._shape: tuple[int, int] | None = None
+        self._shape = 0, 0
         self._latest: ForwardPlan | DenseForward | None = None
         self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
         self.weights_at: tuple[int, ...] = ()
         self.recording = False  # then `CapturedIterations` enters the forward in the history
 
+    def __enter__(self) -> BlockPlanContext:
+        if self._decode is not None:
+            raise RuntimeError("this context is entered already: one `with` block is one decode")
+        self._decode = self._patched.slot.hold("a decode")
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        held, self._decode = self._decode, None
+        assert held is not None
+        try:
+            self.end_block()
+            if kind is None:
+                self.finish()
+        finally:
+            self._patched.slot.release(held)
+
     def begin_block(
         self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
     ) -> None:
         """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
-        check_block(batch, window, prefix, future)
-        flag("prefix_constant", prefix_constant)
-        pool = self._patched.routing_block
-        if pool is not None and prefix_constant and prefix % pool:
-            raise ValueError(
-                f"prefix={prefix} with prefix_constant=True: this model's rows share a pool of experts in routing "
-                f"blocks of {pool}, so prefix rows that share one with the block change with it; use a prefix of whole "
-                "routing blocks, or prefix_constant=False"
-            )
+        refusals.check_begin(self._patched.routing_block, batch, window, prefix, prefix_constant, future)
         self.end_block()
         layers = self._patched.ensure_stacked()
-        devices = sorted({str(experts.down_EHF.device) for experts in layers})
-        if self.config is not None and len(devices) > 1:
-            raise ValueError(
-                f"the MoE layers lie on {', '.join(devices)}: the rows of a block plan are on one device; put the "
-                "model on one, or decode without a plan (plan=None)"
-            )
+        if self.config is not None:
+            refusals.check_devices(layers)
         self._open, self._entered = self._patched.slot.hold("a block"), False
         self._shape = batch, window
         if self.config is not None:
@@ -117,10 +127,7 @@ class BlockPlanContext:
 
     def end_block(self) -> None:
         """Discard the block's supports, masks and caches. Only K/V lives on."""
-        # Other ranks may still be at a block whose support is everybody's.
-        if self._plan is not None and self._plan.forwards and self._begins_together:
-            assert self._patched.ep is not None
-            self._patched.ep.idle_plan = self._plan
+        self._ranks.after_block(self._plan)
         self._plan = self._latest = None
         if self._open is not None:
             self._patched.slot.release(self._open)
@@ -171,10 +178,9 @@ class BlockPlanContext:
         """
         if self._open is None:
             raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
-        self._check_rows(ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN, capacity)
-        if self._patched.ep is not None:
-            cold = self._plan is not None and self._plan.forwards == 0
-            self._take_turn(Turn.BEGIN if cold and self._begins_together else Turn.ITERATION, ids_BS)
+        pool = self._patched.routing_block
+        refusals.check_iteration(pool, *self._shape, ids_BS, mask_id, valid_BS, lead, live_BN, changed_BN, capacity)
+        self._ranks.before_iteration(self._plan, ids_BS)
         forward: ForwardPlan | DenseForward
         if self._plan is None:
             forward = DenseForward(self.counters, ids_BS.shape, valid_BS, lead=lead, cold=not self._entered)
@@ -193,7 +199,7 @@ class BlockPlanContext:
         try:
             with self._patched.slot.activate(forward):
                 yield
-            self._check_dispatch()
+            self._ranks.after_forward()
         except BaseException:
             self.end_block()
             raise
@@ -264,132 +270,25 @@ class BlockPlanContext:
             ids_BS: int64, the forward's token ids.
             valid_BS: bool, False for padding. Default: all True.
         """
-        tensor("ids_BS", ids_BS, (*WHOLE_DTYPES, *FLOAT_DTYPES), ("sequences", "rows"))
-        if valid_BS is not None:
-            tensor("valid_BS", valid_BS, torch.bool, ids_BS.shape)
+        refusals.check_prefill(ids_BS, valid_BS)
         if self._open is not None:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
         self._patched.ensure_stacked()
         forward = DenseForward(self.counters, ids_BS.shape, valid_BS, cold=True, once=True)
-        if self._patched.ep is not None:
-            self._take_turn(Turn.PREFILL if self._begins_together else Turn.ITERATION, ids_BS)
+        self._ranks.before_prefill(ids_BS)
         with self._patched.slot.activate(forward):
             yield
-        self._check_dispatch()
+        self._ranks.after_forward()
         self.counters.add_forward(forward.num_rows)
 
-    def _check_dispatch(self) -> None:
-        """Before a decoder reads a forward's logits: did every row reach its experts?"""
-        if self._patched.ep is not None:
-            self._patched.ep.check_capacity()
-
-    @contextmanager
-    def decode(self) -> Iterator[None]:
-        """Surround a whole decode: until its end, also between its blocks, the patch cannot change. Calls `finish`."""
-        with self._patched.slot.holding("a decode"):
-            yield
-            self.finish()
-
-    @torch.no_grad()
     def finish(self) -> None:
         """End the decode. With experts on several ranks: join the others' forwards until they have ended theirs too.
 
-        Every rank of the group calls this when it has no more forwards to run, also a rank that had none at all.
-        `epoch_moe.generate` does so, unless it is called within `epoch_moe.in_step`.
+        Every rank of the group calls this when it has no more forwards to run, also a rank that had none at all. The
+        end of a ``with`` block does so, and `epoch_moe.generate`; within `epoch_moe.in_step` its end does.
         """
         self.end_block()
-        ep = self._patched.ep
-        if ep is not None and not ep.deferred:
-            self._patched.ensure_stacked()
-            self._take_turn(Turn.DONE)
-            ep.idle_plan = None
-
-    @property
-    def _begins_together(self) -> bool:
-        """Whether ranks with different sequences share a support, and so must begin their blocks together."""
-        ep, config = self._patched.ep, self.config
-        shared = config is not None and config.support_scope == "batch" and config.coverage is not None
-        return ep is not None and ep.layout == "sharded" and shared
-
-    def _take_turn(self, turn: Turn, ids_BS: Tensor | None = None) -> None:
-        """Join what is more urgent on other ranks, until it is this rank's turn."""
-        ep, config = self._patched.ep, self.config
-        assert ep is not None
-        ep.agree_once()
-        while (most := ep.most_urgent(turn, config, ids_BS))[0] != turn:
-            self._join(*most)
-            config = most[1]
-
-    def _join(self, turn: Turn, config: EpochConfig | None) -> None:
-        """A forward of other ranks, without rows of this one; its supports are kept up to date."""
-        if config is None or turn == Turn.PREFILL:
-            nothing_11 = torch.zeros(1, 1, dtype=torch.bool, device=self._patched.device)
-            dense = DenseForward(self.counters, nothing_11.shape, nothing_11)
-            with self._patched.slot.activate(dense):
-                self._patched.idle_forward(1, 1)
-            return
-        ep = self._patched.ep
-        assert ep is not None
-        plan: BlockPlan | None = ep.idle_plan
-        if plan is None or turn == Turn.BEGIN or plan.config != config:
-            plan = ep.idle_plan = BlockPlan(
-                config,
-                self.counters.num_layers,
-                batch=1,
-                window=1,
-                prefix=0,
-                prefix_constant=False,
-                counters=self.counters,
-            )
-        shape = (plan.batch, plan.window)
-        forward = plan.next_forward(
-            torch.zeros(shape, dtype=torch.int64, device=self._patched.device),
-            mask_id=-1,
-            valid_BS=torch.zeros(shape, dtype=torch.bool, device=self._patched.device),
-            lead=0,
-            live_BN=None,
-            changed_BN=None,
-        )
-        with self._patched.slot.activate(forward):
-            self._patched.idle_forward(*shape)
-        plan.complete(forward)
-
-    def _check_rows(
-        self,
-        ids_BS: Tensor,
-        mask_id: int | None,
-        valid_BS: Tensor | None,
-        lead: int,
-        live_BN: Tensor | None,
-        changed_BN: Tensor | None,
-        capacity: int | None,
-    ) -> None:
-        tensor("ids_BS", ids_BS, WHOLE_DTYPES, ("sequences", "rows"))
-        whole("lead", lead, "rows before the window")
-        if mask_id is not None:
-            whole("mask_id", mask_id, "a token id", least=-MOST)
-        if capacity is not None:
-            whole("capacity", capacity, "fresh rows")
-        pool = self._patched.routing_block
-        if pool is not None and lead % pool:
-            raise ValueError(
-                f"lead={lead}: this model's rows share a pool of experts in routing blocks of {pool}, so the lead must "
-                f"be whole routing blocks: use decode blocks whose length is a multiple of {pool}"
-            )
-        if mask_id is None and live_BN is None:
-            raise ValueError("pass mask_id, or live_BN for a decoder without a mask token")
-        assert self._shape is not None
-        batch, window = self._shape
-        if tuple(ids_BS.shape) != (batch, lead + window):
-            raise ValueError(
-                f"ids_BS has shape {tuple(ids_BS.shape)}: this block has {batch} sequences and a window of {window} "
-                f"rows, so with lead={lead} expected [{batch}, {lead + window}]"
-            )
-        for name, mask, length in (
-            ("valid_BS", valid_BS, lead + window), ("live_BN", live_BN, window), ("changed_BN", changed_BN, window),
-        ):  # fmt: skip
-            if mask is not None:
-                tensor(name, mask, torch.bool, (batch, length))
+        self._ranks.finish()
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
         """The forward that was run last has ended: hand on what the decoder thought of each of its rows.
@@ -419,37 +318,20 @@ class UntrackedContext:
     counters: Counters | None = None
     lm_head_rows: LmHeadRows = "live"
 
-    @contextmanager
-    def block(self, **kwargs: Any) -> Iterator[None]:
-        """See `BlockPlanContext.block`."""
-        yield
+    def __enter__(self) -> UntrackedContext:
+        return self
 
-    @contextmanager
-    def iteration(self, ids_BS: Tensor, **kwargs: Any) -> Iterator[None]:
-        """See `BlockPlanContext.iteration`."""
-        yield
+    def __exit__(self, *error: object) -> None: ...
 
-    @contextmanager
-    def prefill(self, ids_BS: Tensor, valid_BS: Tensor | None = None) -> Iterator[None]:
-        """See `BlockPlanContext.prefill`."""
-        yield
+    def block(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """See `BlockPlanContext.block`, `BlockPlanContext.iteration`, `BlockPlanContext.prefill`."""
+        return nullcontext()
 
-    @contextmanager
-    def decode(self) -> Iterator[None]:
-        """See `BlockPlanContext.decode`."""
-        yield
+    def end_iteration(self, *args: Any) -> None:
+        """See `BlockPlanContext.end_iteration`, `BlockPlanContext.count_lm_head` and their like."""
 
-    def finish(self) -> None:
-        """See `BlockPlanContext.finish`."""
-
-    def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """See `BlockPlanContext.end_iteration`."""
-
-    def count_lm_head(self, rows: int) -> None:
-        """See `BlockPlanContext.count_lm_head`."""
-
-    def count_attention(self, pairs: int) -> None:
-        """See `BlockPlanContext.count_attention`."""
+    iteration = prefill = block
+    finish = count_lm_head = count_attention = end_iteration
 
 
 def open_context(
@@ -462,7 +344,7 @@ def open_context(
         plan: a configuration for this decode; ``"patched"``: the one given to `epoch_moe.patch`; None: no plan.
         record: keep which experts each forward used, see `BlockPlanContext`; needs a plan.
     """
-    patched: Patched | None = getattr(module("model", model), "_epoch_moe", None)
+    patched = patched_of(model)
     if not isinstance(plan, (EpochConfig, type(None))) and not (isinstance(plan, str) and plan == "patched"):
         raise wrong("plan", plan, "an EpochConfig, 'patched' or None (dense)")
     flag("record", record)
@@ -475,27 +357,4 @@ def open_context(
     config = patched.config if plan == "patched" else plan
     if record and config is None:
         raise ValueError("record=True records a block plan, and this decode has none: pass plan=EpochConfig(...)")
-    return BlockPlanContext(patched, config, record)
-
-
-@contextmanager
-def in_step(model: Any) -> Iterator[None]:
-    """Keep ranks that share a model's experts in step over several decodes, whose numbers may differ between ranks.
-
-    Within it, a rank that has ended a decode goes on with its next one; at its end it joins the others' forwards until
-    all ranks are there. Without it, every rank must make the same number of `epoch_moe.generate` calls.
-
-    Args:
-        model: patched; without ``ep_group`` this does nothing.
-    """
-    patched: Patched | None = getattr(module("model", model), "_epoch_moe", None)
-    ep = None if patched is None else patched.ep
-    if patched is None or ep is None or ep.deferred:
-        yield
-        return
-    ep.deferred = True
-    try:
-        yield
-    finally:
-        ep.deferred = False
-    BlockPlanContext(patched, patched.config).finish()
+    return BlockPlanContext(model, config, record)

@@ -118,13 +118,15 @@ class PlanSlot:
     own `Hold`, wherever it is looked at. Copies and pickles come out empty.
 
     Attributes:
+        num_layers: MoE layers that look here; None: not known yet.
         listener: is told what every layer routes to and what the decoder thought of it, which takes rows in lists;
             None = nobody listens.
     """
 
     listener: Listener | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int | None = None) -> None:
+        self.num_layers = num_layers
         self._local = threading.local()  # not a ContextVar, which torch.compile cannot trace
         self._holds: WeakSet[Hold] = WeakSet()  # weak: a block that nobody closed ends with its context
         self._lock = threading.Lock()
@@ -214,12 +216,12 @@ class PlanSlot:
         self._closed = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
-        new = PlanSlot()
+        new = PlanSlot(self.num_layers)
         new.listener = copy.deepcopy(self.listener, memo)  # fast memory of the model's copy is its own
         return new
 
-    def __reduce__(self) -> tuple[type[PlanSlot], tuple[()]]:
-        return PlanSlot, ()
+    def __reduce__(self) -> tuple[type[PlanSlot], tuple[int | None]]:
+        return PlanSlot, (self.num_layers,)
 
 
 def current_task() -> asyncio.Task[Any] | None:
