@@ -17,7 +17,7 @@ _HOMES = {
     "EpochConfig": "epoch_moe.config",
     "EpochMoEBlock": "epoch_moe.block",
     "FreshLaneDispatcher": "epoch_moe.freshlane.dispatcher",
-    "PatchReport": "epoch_moe.patch_report",
+    "PatchReport": "epoch_moe.patching.report",
     "ResidencyConfig": "epoch_moe.residency.config",
     "RouterSpec": "epoch_moe.routing",
     "following": "epoch_moe.follow.scope",
@@ -26,12 +26,12 @@ _HOMES = {
     "in_step": "epoch_moe.plan.ranks",
     "load_model": "epoch_moe.models",
     "open_context": "epoch_moe.plan.context",
-    "patch": "epoch_moe.patching",
-    "patched": "epoch_moe.patching",
+    "patch": "epoch_moe.patching.apply",
+    "patched": "epoch_moe.patching.apply",
     "plan_report": "epoch_moe.follow.scope",
     "register_auto_classes": "epoch_moe.models",
     "residency_report": "epoch_moe.residency.report",
-    "unpatch": "epoch_moe.patching",
+    "unpatch": "epoch_moe.patching.apply",
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from epoch_moe.follow.scope import following, plan_report
     from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
     from epoch_moe.models import load_model, register_auto_classes
-    from epoch_moe.patch_report import PatchReport
-    from epoch_moe.patching import patch, patched, unpatch
+    from epoch_moe.patching.apply import patch, patched, unpatch
+    from epoch_moe.patching.report import PatchReport
     from epoch_moe.plan.context import BlockPlanContext, open_context
     from epoch_moe.plan.ranks import in_step
     from epoch_moe.residency.config import ResidencyConfig

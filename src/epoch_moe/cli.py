@@ -234,7 +234,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
     from epoch_moe.decoding import loop_of
-    from epoch_moe.patching import patch
+    from epoch_moe.patching.apply import patch
 
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     plan = _plan(arguments)

@@ -19,7 +19,7 @@ import torch
 import epoch_moe
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding import BlockDiffusionOutput, loop_of
-from epoch_moe.patching import patched
+from epoch_moe.patching.apply import patched
 from epoch_moe.plan.counters import Work
 from epoch_moe.problems import Problem, check
 from epoch_moe.report import ratios, work_summary

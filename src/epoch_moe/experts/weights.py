@@ -187,6 +187,10 @@ class ExpertWeights:
         move()
         self.release()  # else the old storage lives on beside the new one until the next forward
 
+    def pick(self, requested: Backend) -> Backend:
+        """How they are computed; an impossible request is refused, see `pick_backend`."""
+        return pick_backend(requested, self.ensure())
+
     def refused(self, what: str) -> RuntimeError | None:
         """The error of what needs all experts as tensors: None, they are here."""
         return None

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.families import experts
+from epoch_moe.families.experts import SHAPE as EXPERTS
+from epoch_moe.families.experts import find_experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    f"a module with {experts.SHAPE}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "
+    f"a module with {EXPERTS}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "
     "`n_group` and `topk_group`"
 )
 
 
 def describe(block: nn.Module) -> BlockSpec | None:
     """The spec of a LLaDA2 MoE block, or None where the module has another shape."""
-    gate, found = getattr(block, "gate", None), experts.find_experts(block)
+    gate, found = getattr(block, "gate", None), find_experts(block)
     if not isinstance(gate, nn.Module) or found is None:
         return None
     layout, num_experts = found

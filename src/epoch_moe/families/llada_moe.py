@@ -6,18 +6,19 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.families import experts
+from epoch_moe.families.experts import SHAPE as EXPERTS
+from epoch_moe.families.experts import find_experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    f"a module with {experts.SHAPE}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "
+    f"a module with {EXPERTS}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "
     "[experts])"
 )
 
 
 def describe(block: nn.Module) -> BlockSpec | None:
     """The spec of a LLaDA-MoE block, or None where the module has another shape."""
-    gate, found = getattr(block, "gate", None), experts.find_experts(block)
+    gate, found = getattr(block, "gate", None), find_experts(block)
     if not isinstance(gate, nn.Module) or found is None:
         return None
     layout, num_experts = found

@@ -25,7 +25,6 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.follow.follower import Follower
 from epoch_moe.follow.report import PlanReport
 from epoch_moe.follow.transitions import Hints
-from epoch_moe.patch_checks import check_hints
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.slot import current_task
@@ -206,7 +205,7 @@ def following(
         ValueError: the model is not patched, or its experts are split over ranks, or a hint is none.
         RuntimeError: a scope of this model is open in this thread (or task) already.
     """
-    check_hints(model, mask_token_id, block_length, editing)
+    hints = Hints.checked(model, mask_token_id, block_length, editing)
     known = _following(model)
     if (ep := known.patched.ep) is not None:
         raise ValueError(
@@ -218,7 +217,7 @@ def following(
             f"this thread is inside a following() scope, or a generate(), of this {type(model).__name__} already, and "
             "two loops in one scope would be mixed: leave it first"
         )
-    with known.scope(Hints(mask_token_id, block_length, editing)) as follower:
+    with known.scope(hints) as follower:
         yield follower
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from epoch_moe.checks import MOST, flag, in_vocabulary, module, whole
+
 Kind = Literal["request", "block", "iteration", "edit", "remask", "inputs", "repeat", "model", "dense"]
 
 
@@ -34,6 +36,19 @@ class Hints:
     mask_token_id: int | None = None
     block_length: int | None = None
     editing: bool | None = None
+
+    @classmethod
+    def checked(cls, model: Any, mask_token_id: Any, block_length: Any, editing: Any) -> Hints:
+        """What a user says of a loop, refused where the model has no such token, or no room for such a block."""
+        config = getattr(module("model", model), "config", None)
+        if mask_token_id is not None:
+            in_vocabulary("mask_token_id", mask_token_id, getattr(config, "vocab_size", MOST))
+        if block_length is not None:
+            context = getattr(config, "max_position_embeddings", MOST)
+            whole("block_length", block_length, "positions of a block, in the model's context", least=1, most=context)
+        if editing is not None:
+            flag("editing", editing)
+        return cls(mask_token_id, block_length, editing)
 
     def or_else(self, other: Hints) -> Hints:
         """These, and where nothing was said ``other``."""

@@ -77,6 +77,10 @@ class LayerExperts(Protocol):
         """`nn.Module._apply` of a block."""
         ...
 
+    def pick(self, requested: Backend) -> Backend:
+        """How they are computed; an impossible request is refused."""
+        ...
+
     def refused(self, what: str) -> RuntimeError | None:
         """The error of what needs all experts as tensors, where they are not here."""
         ...

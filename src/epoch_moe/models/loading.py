@@ -42,7 +42,7 @@ from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeMo
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
 from epoch_moe.models.placement import device_of, find_device, find_device_map
 from epoch_moe.models.stacked_checkpoint import load_stacked, stored_shapes
-from epoch_moe.patching import patch
+from epoch_moe.patching.apply import patch
 from epoch_moe.residency.attach import ORIGIN, Origin
 from epoch_moe.residency.config import ResidencyConfig
 from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_headers

@@ -114,6 +114,10 @@ class ResidentExperts:
         """The same as `ensure`."""
         return self._outline
 
+    def pick(self, requested: Backend) -> Backend:
+        """See `LayerExperts`."""
+        return pick_segments(requested, self.fast)
+
     @property
     def version(self) -> tuple[int, int]:
         """Another value after every change of the weights."""

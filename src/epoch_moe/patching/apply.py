@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,91 +16,22 @@ from torch import nn
 from epoch_moe import checks
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.bypassed import replaced_forward
-from epoch_moe.experts.run import Backend, pick_backend, pick_segments
+from epoch_moe.experts.run import pick_backend, pick_segments
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.families import SHAPES, describe_block
-from epoch_moe.follow.scope import FollowedGenerate, Following, follow_generate
+from epoch_moe.follow.scope import Following, follow_generate
 from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
 from epoch_moe.freshlane.dispatch_kinds import RowLayout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.patch_checks import accelerate_hooks, check_hints, refusal
-from epoch_moe.patch_report import PatchReport
+from epoch_moe.patching import find, refuse
+from epoch_moe.patching.report import PatchReport
+from epoch_moe.patching.state import PatchState, RefuseSaving, ReleaseAfterLoad, RouterRequest, state_of
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
 from epoch_moe.residency.config import ResidencyConfig
-from epoch_moe.residency.experts import ResidentExperts
-from epoch_moe.residency.state import Residency
-
-
-@dataclass
-class PatchState(Patched):
-    """What a patch leaves on the model, under ``model._epoch_moe``: its layers, and what is needed to undo it.
-
-    Attributes:
-        blocks: module path -> block.
-        ep: the ranks that the experts are split over; None: all are here.
-        hooks: handles to remove on `unpatch`.
-        device_hooks: module path -> accelerate hook that the block took over from the original.
-        following: the scopes in which loops that open no plan themselves are followed.
-        generate: what makes calls of the model's own ``generate`` such scopes; None where it has none.
-        residency: which experts are in fast memory; None: all.
-    """
-
-    blocks: dict[str, EpochMoEBlock]
-    ep: ExpertParallel | None = None
-    hooks: list[Any] = field(default_factory=list)
-    device_hooks: dict[str, Any] = field(default_factory=dict)
-    following: Following | None = None
-    generate: FollowedGenerate | None = None
-    residency: Residency | None = None
-
-
-class _RouterRequest:
-    """Pre-hook on the base model: a forward that asks for router logits runs dense under a plan."""
-
-    def __init__(self, slot: PlanSlot):
-        self.slot = slot
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        asked = kwargs.get("output_router_logits")
-        if asked is None:
-            asked = getattr(getattr(module, "config", None), "output_router_logits", False)
-        active = self.slot.active
-        if active is not None:
-            active.wants_router = bool(asked)
-
-
-class _ReleaseAfterLoad:
-    """`load_state_dict(assign=True)` replaces parameters: their old storage must not live on beside the new one."""
-
-    def __init__(self, state: PatchState):
-        self.state = state
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        for block in self.state.blocks.values():
-            block.weights.release()
-
-
-class _RefuseSaving:
-    """`state_dict` of a model that lacks experts would be half a checkpoint.
-
-    Within a wrapper's, and where there are adapters, it is read for the adapters' names: see `AbsentTensor`.
-    """
-
-    def __init__(self, state: PatchState):
-        self.state = state
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if prefix or getattr(module, "peft_config", None):
-            return
-        for block in self.state.blocks.values():
-            if error := block.incomplete("state_dict, and what saves it,"):
-                raise error
 
 
 def patch(
@@ -172,9 +102,8 @@ def patch(
     checks.choice("ep_layout", ep_layout, ("sharded", "replicated"))
     if ep_capacity is not None:
         checks.whole("ep_capacity", ep_capacity, "rows", least=1)
-    check_hints(model, mask_token_id, block_length, editing)
-    hints = Hints(mask_token_id, block_length, editing)
-    state = _state(model)
+    hints = Hints.checked(model, mask_token_id, block_length, editing)
+    state = state_of(model)
     if state is not None:
         if residency is not None and (state.residency is None or state.residency.config != residency):
             raise ValueError("the model is patched already: unpatch it first to change where its experts lie")
@@ -183,24 +112,16 @@ def patch(
         return _update(state, config, hints)
 
     backend, origin = "auto" if config is None else config.backend, origin_of(model)
-    found, skipped = _find_blocks(model)
+    found, skipped = find.blocks_in(model)
     if not found and strict:
-        if skipped:
-            reasons = "; ".join(f"{path} {reason}" for path, reason in skipped.items())
-            raise ValueError(f"{type(model).__name__} has no MoE block left to patch: {reasons}")
-        looked_for = "; ".join(f"{name}: {shape}" for name, shape in SHAPES.items())
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(
-            f"{type(model).__name__} has no MoE block that epoch_moe knows. It looked for {looked_for}. Module classes "
-            f"here: {', '.join(kinds[:20])}. Pass strict=False to leave such a model alone"
-        )
+        raise find.none_found(model, skipped)
     slot = PlanSlot()
     new = PatchState(slot, config, {})
     moved = peak = 0
     prepared: list[tuple[str, nn.Module, BlockSpec]] = []
     for path, (module, spec) in found.items():
         # Everything that can be refused is refused before the first module is touched.
-        reason = "" if origin is not None else refusal(path, module, spec)
+        reason = "" if origin is not None else refuse.refusal(path, module, spec)
         if reason and strict:
             raise TypeError(f"{path} cannot be patched: {reason}. Pass strict=False to skip it")
         if reason:
@@ -227,7 +148,7 @@ def patch(
             moved += block.weights.moved_bytes
             peak = max(peak, block.weights.peak_bytes)
     for path, block in new.blocks.items():
-        parent, name = _parent(model, path)
+        parent, name = find.parent_of(model, path)
         parent._modules[name] = block
         if "_hf_hook" in block.original.__dict__:
             new.device_hooks[path] = _take_over_hook(block)
@@ -237,9 +158,9 @@ def patch(
     # A plan must be there before it is asked for router logits.
     new.hooks.append(base.register_forward_pre_hook(new.following.before, with_kwargs=True))
     new.hooks.append(base.register_forward_hook(new.following.after, always_call=True))
-    new.hooks.append(base.register_forward_pre_hook(_RouterRequest(slot), with_kwargs=True))
-    new.hooks.append(model.register_load_state_dict_post_hook(_ReleaseAfterLoad(new)))
-    new.hooks.append(model.register_state_dict_pre_hook(_RefuseSaving(new)))
+    new.hooks.append(base.register_forward_pre_hook(RouterRequest(slot), with_kwargs=True))
+    new.hooks.append(model.register_load_state_dict_post_hook(ReleaseAfterLoad(new)))
+    new.hooks.append(model.register_state_dict_pre_hook(RefuseSaving(new)))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -262,35 +183,10 @@ def unpatch(model: nn.Module) -> None:
         True
     """
     model = inner_model(model)
-    state = _state(model)
+    state = state_of(model)
     if state is None:
         raise ValueError(f"{type(model).__name__} is not patched by epoch_moe: there is nothing to undo")
-    if state.ep is not None:
-        raise RuntimeError(
-            f"the experts of {type(model).__name__} are split over {state.ep.ranks.world} ranks, and those of other "
-            "ranks are no longer here: load the model anew"
-        )
-    if state.generate is not None and model.__dict__.get("generate") not in (None, state.generate):
-        raise RuntimeError(
-            f"generate was replaced by {model.__dict__['generate']!r} after patch(): undo that first, then unpatch"
-        )
-    for path, block in state.blocks.items():
-        current = _module_at(model, path)
-        if current is not block:
-            raise RuntimeError(
-                f"{path} is now a {type(current).__name__}, not the block that patch() put there: undo that wrapper "
-                "first, then unpatch"
-            )
-        hook = block.__dict__.get("_hf_hook")
-        if hook is not None and hook is not state.device_hooks.get(path):
-            raise RuntimeError(
-                f"{path} got an accelerate hook ({', '.join(type(h).__name__ for h in accelerate_hooks(block))}) after "
-                "patch(): undo that first with accelerate.hooks.remove_hook_from_submodules(model), then unpatch"
-            )
-        if replaced := replaced_forward(block):
-            raise RuntimeError(
-                f"{path}.forward was replaced by {replaced} after patch(): undo that first, then unpatch"
-            )
+    refuse.giving_back(model, state)
     state.slot.check_idle("unpatch", close="the model was unpatched since; patch it and open a new context")
     if state.residency is not None:
         try:
@@ -299,7 +195,7 @@ def unpatch(model: nn.Module) -> None:
             state.slot.reopen()
             raise
     for path, block in state.blocks.items():
-        parent, name = _parent(model, path)
+        parent, name = find.parent_of(model, path)
         parent._modules[name] = block.original
         if path in state.device_hooks and "_hf_hook" not in block.__dict__:
             _remove_hook(block.original)  # as somebody did with the block's while it was patched
@@ -333,7 +229,7 @@ def patched(
         >>> tokenizer.decode(out.answers[0], skip_special_tokens=True)
         '3+6=9+5=14+4=18+2=20 so 20'
     """
-    state = _state(model)
+    state = state_of(model)
     before = None if state is None else (state.config, None if state.following is None else state.following.hints)
     report = patch(
         model, config, strict=strict, mask_token_id=mask_token_id, block_length=block_length, editing=editing
@@ -368,7 +264,7 @@ def _split(
 def _update(state: PatchState, config: EpochConfig | None, hints: Hints) -> PatchReport:
     backend = "auto" if config is None else config.backend
     for block in state.blocks.values():
-        _backend_of(block, backend)  # refuses an impossible one before anything is changed
+        block.weights.pick(backend)  # refuses an impossible one before anything is changed
     _configure(state, config, hints, "patch")
     return _report(state, {}, 0, 0, updated=True)
 
@@ -381,25 +277,6 @@ def _configure(state: PatchState, config: EpochConfig | None, hints: Hints | Non
         state.following.config, state.following.hints = config, hints
     for block in state.blocks.values():
         block.backend = "auto" if config is None else config.backend
-
-
-def _find_blocks(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec]], dict[str, str]]:
-    found: dict[str, tuple[nn.Module, BlockSpec]] = {}
-    skipped: dict[str, str] = {}
-    seen: dict[int, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, EpochMoEBlock):
-            skipped[path] = "is patched already, through another model object that shares it"
-            continue
-        spec = describe_block(module)
-        if spec is None:
-            continue
-        if id(module) in seen:
-            skipped[path] = f"is the same module as {seen[id(module)]}"
-            continue
-        seen[id(module)] = path
-        found[path] = (module, spec)
-    return found, skipped
 
 
 def _take_over_hook(block: EpochMoEBlock) -> Any:
@@ -417,27 +294,6 @@ def _remove_hook(module: nn.Module) -> None:
     remove_hook_from_module(module)
 
 
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, or the last one on the way there, where somebody replaced one of them."""
-    module: nn.Module = model
-    for name in path.split("."):
-        child = module._modules.get(name)
-        if child is None:
-            return module
-        module = child
-    return module
-
-
-def _state(model: nn.Module) -> PatchState | None:
-    # Not through getattr: wrappers pass it on to the model inside, whose module paths are not theirs.
-    return inner_model(model).__dict__.get(ATTRIBUTE)
-
-
-def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, name = path.rpartition(".")
-    return model.get_submodule(parent), name
-
-
 def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *, updated: bool) -> PatchReport:
     blocks = list(state.blocks.values())
     stacked = [block.weights.ensure() for block in blocks]
@@ -445,7 +301,7 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         family=", ".join(sorted({block.spec.family for block in blocks})),
         patched=list(state.blocks),
         skipped=skipped,
-        backend=_backend_of(blocks[0], blocks[0].backend) if blocks else "none",
+        backend=blocks[0].weights.pick(blocks[0].backend) if blocks else "none",
         dtype=str(stacked[0].gate_up_E2FH.dtype).removeprefix("torch.") if blocks else "none",
         expert_bytes=sum(s.bytes_per_expert * s.down_EHF.shape[0] for s in stacked),
         moved_bytes=moved,
@@ -455,10 +311,3 @@ def _report(state: PatchState, skipped: dict[str, str], moved: int, peak: int, *
         experts="" if state.ep is None else state.ep.summary(),
         residency="" if state.residency is None else state.residency.summary(),
     )
-
-
-def _backend_of(block: EpochMoEBlock, requested: Backend) -> Backend:
-    """How a block's experts would be computed; an impossible request is refused."""
-    if not isinstance(block.weights, ResidentExperts):
-        return pick_backend(requested, block.weights.ensure())
-    return pick_segments(requested, block.weights.fast)

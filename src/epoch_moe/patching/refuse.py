@@ -12,25 +12,13 @@ from typing import Any
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.checks import MOST, flag, in_vocabulary, module, whole
 from epoch_moe.experts.bypassed import check_calls, replaced_forward
 from epoch_moe.experts.layouts import check_tensors
 from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.patching.find import module_at
+from epoch_moe.patching.state import PatchState
 
 _UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
-
-
-def check_hints(model: Any, mask_token_id: Any, block_length: Any, editing: Any) -> None:
-    """What a user says of a foreign loop, compared with what the model has."""
-    config = getattr(module("model", model), "config", None)
-    if mask_token_id is not None:
-        vocab_size = getattr(config, "vocab_size", MOST)
-        in_vocabulary("mask_token_id", mask_token_id, vocab_size)
-    if block_length is not None:
-        context = getattr(config, "max_position_embeddings", MOST)
-        whole("block_length", block_length, "positions of a block, in the model's context", least=1, most=context)
-    if editing is not None:
-        flag("editing", editing)
 
 
 def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
@@ -80,3 +68,37 @@ def accelerate_hooks(module: nn.Module) -> Iterator[Any]:
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         yield from getattr(hook, "hooks", (hook,))
+
+
+def giving_back(model: nn.Module, state: PatchState) -> None:
+    """Refuse to undo a patch under somebody's wrapper, or of experts that are no longer here.
+
+    Raises:
+        RuntimeError: names what is in the way.
+    """
+    if state.ep is not None:
+        raise RuntimeError(
+            f"the experts of {type(model).__name__} are split over {state.ep.ranks.world} ranks, and those of other "
+            "ranks are no longer here: load the model anew"
+        )
+    if state.generate is not None and model.__dict__.get("generate") not in (None, state.generate):
+        raise RuntimeError(
+            f"generate was replaced by {model.__dict__['generate']!r} after patch(): undo that first, then unpatch"
+        )
+    for path, block in state.blocks.items():
+        current = module_at(model, path)
+        if current is not block:
+            raise RuntimeError(
+                f"{path} is now a {type(current).__name__}, not the block that patch() put there: undo that wrapper "
+                "first, then unpatch"
+            )
+        hook = block.__dict__.get("_hf_hook")
+        if hook is not None and hook is not state.device_hooks.get(path):
+            raise RuntimeError(
+                f"{path} got an accelerate hook ({', '.join(type(h).__name__ for h in accelerate_hooks(block))}) after "
+                "patch(): undo that first with accelerate.hooks.remove_hook_from_submodules(model), then unpatch"
+            )
+        if replaced := replaced_forward(block):
+            raise RuntimeError(
+                f"{path}.forward was replaced by {replaced} after patch(): undo that first, then unpatch"
+            )
