@@ -25,7 +25,7 @@ from epoch_moe.experts.run import BACKENDS, Backend
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.device import PaddedLane, compact_for
-from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
+from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher, local_dispatcher
 from epoch_moe.freshlane.lane import DenseLane, Forward, Lane, LayerExperts, ListedLane, Visit
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.packed import Compact, PaddedRows
@@ -179,7 +179,7 @@ class EpochMoEBlock(nn.Module):
         instance("original", original, nn.Module, "the MoE block to replace (torch.nn.Module)")
         instance("spec", spec, BlockSpec, "a BlockSpec")
         if dispatcher is None:
-            dispatcher = FreshLaneDispatcher(spec.router.num_experts)
+            dispatcher = local_dispatcher(spec.router.num_experts)
         choice("backend", backend, BACKENDS)
         spec.check(original, dispatcher.local_experts)
         super().__init__()

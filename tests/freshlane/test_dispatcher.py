@@ -289,7 +289,9 @@ def refusals(rank: int) -> list[str]:
         {"num_experts": 9, "group": dist.group.WORLD},
         {"num_experts": 8, "group": "ranks"},
         {"num_experts": 0},
-        {"num_experts": 8, "capacity": 4},
+        {"num_experts": 8, "group": None},
+        {"num_experts": 8, "layout": "local", "group": dist.group.WORLD},
+        {"num_experts": 8, "layout": "local", "capacity": 4},
         {"num_experts": 8, "group": dist.group.WORLD, "layout": "rows"},
         {"num_experts": 8, "group": dist.group.WORLD, "capacity": 0},
         {"num_experts": 8, "group": dist.group.WORLD, "layout": "replicated", "capacity": 4},
@@ -311,18 +313,19 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_bad_input_is_refused_with_its_value() -> None:
-    wanted = ("9 experts cannot be split evenly over 2 ranks", "group='ranks'", "num_experts=0",
-              "capacity=4 without a process group", "layout='rows'", "capacity=0",
-              "capacity=4 with layout='replicated'",
-              "(3, 2)", "torch.int32", "torch.float64", "x_RH is torch.int64")  # fmt: skip
+    wanted = (
+        "9 experts cannot be split evenly over 2 ranks", "group='ranks'", "num_experts=0", "explicit process group",
+        "layout='local' with a process group", "capacity=4 with layout='local'", "layout='rows'", "capacity=0",
+        "capacity=4 with layout='replicated'", "(3, 2)", "torch.int32", "torch.float64", "x_RH is torch.int64",
+    )  # fmt: skip
     for messages in run_ranks(2, refusals):
         assert len(messages) == len(wanted)
         assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages
 
 
-def alone(rank: int, layout: str, grouped: bool = True) -> None:
+def alone(rank: int, layout: str) -> None:
     """The module by its public name, and experts that know nothing of this library."""
-    group = dist.group.WORLD if grouped else None
+    group = None if layout == "local" else dist.group.WORLD
     dispatcher = epoch_moe.FreshLaneDispatcher(8, group, layout=layout)  # type: ignore[arg-type]
     assert not list(dispatcher.parameters()) and "experts=8" in repr(dispatcher)
     stacked = experts(8)
@@ -355,7 +358,7 @@ def alone(rank: int, layout: str, grouped: bool = True) -> None:
     with pytest.raises(ValueError, match="experts=3: expected a function"):
         dispatcher(*arguments, 3)  # type: ignore[arg-type]
     x_RH = arguments[0].requires_grad_()
-    if grouped:
+    if group is not None:
         with pytest.raises(RuntimeError, match="no backward pass: run under"):
             dispatcher(*arguments, linear)
         own_eHH.requires_grad_()
@@ -374,4 +377,4 @@ def test_the_module_works_alone_on_a_group(layout: str) -> None:
 
 
 def test_the_module_works_alone_in_one_process() -> None:
-    alone(0, "sharded", grouped=False)
+    alone(0, "local")

@@ -85,6 +85,7 @@ class Model:
             routing_block=None,
             config=None,
             ep=None,
+            compact_for=lambda config, layers: None,
             residency=None,
             bytes_per_expert=lambda: [block.weights.ensure().bytes_per_expert for block in self.blocks],
             ensure_stacked=lambda: [block.weights.ensure() for block in self.blocks],

@@ -20,8 +20,8 @@ from epoch_moe.experts.worklist import tree_sum
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending, Ranks
 from epoch_moe.routing import NO_EXPERT
 
-RowLayout = Literal["sharded", "replicated"]
-ROW_LAYOUTS: tuple[RowLayout, ...] = ("sharded", "replicated")
+RowLayout = Literal["local", "sharded", "replicated"]
+ROW_LAYOUTS: tuple[RowLayout, ...] = ("local", "sharded", "replicated")
 
 
 @dataclass(frozen=True)

@@ -57,15 +57,14 @@ class FreshLaneDispatcher(nn.Module):
 
     Args:
         num_experts: E; must be a multiple of the number of ranks.
-        group: a process group or one-dimensional DeviceMesh; None: all experts are in this process. (Before
-            `torch.distributed.init_process_group` its ``group.WORLD`` is None.)
-        layout: ``"sharded"``: each rank has its own rows; ``"replicated"``: all have the same ones. Without a group
-            rows stay where they are.
+        group: a process group or one-dimensional DeviceMesh.
+        layout: ``"sharded"`` or ``"replicated"`` over the group; or ``"local"``: all experts are in this process, and
+            there is no group.
         capacity: rows per pair of ranks for the sharded layout without host sync, equal on all ranks; None exchanges
             exact counts.
 
     Attributes:
-        ranks: the group; None without one.
+        ranks: the group; None for the local layout.
         range: this rank's experts.
         traffic: what was sent so far.
 
@@ -79,7 +78,7 @@ class FreshLaneDispatcher(nn.Module):
         ...     y_NKH = torch.einsum("nh,nkgh->nkg", arrived.x_NH, weight_eHH[arrived.ids_NK])
         ...     return (y_NKH * arrived.weights_NK.unsqueeze(-1)).sum(dim=1)
         ...
-        >>> dispatcher = FreshLaneDispatcher(num_experts=8)  # group=torch.distributed.group.WORLD under torchrun
+        >>> dispatcher = FreshLaneDispatcher(8, layout="local")  # or (8, torch.distributed.group.WORLD) under torchrun
         >>> x_RH, ids_RK = torch.randn(3, 4), torch.tensor([[0, 5], [7, 1], [2, -1]])  # -1: no expert
         >>> y_RH = dispatcher(x_RH, ids_RK, torch.full((3, 2), 0.5), experts)
         >>> torch.allclose(y_RH[2], 0.5 * weight_eHH[2] @ x_RH[2], atol=1e-5)
@@ -94,11 +93,12 @@ class FreshLaneDispatcher(nn.Module):
         choice("layout", layout, ROW_LAYOUTS)
         if capacity is not None:
             whole("capacity", capacity, "rows per pair of ranks", least=1)
-            if layout != "sharded" or group is None:
-                where = "without a process group" if group is None else f"with layout={layout!r}"
-                raise ValueError(f"capacity={capacity} {where}: only layout='sharded' over a group has one; pass None")
+            if layout != "sharded":
+                raise ValueError(f"capacity={capacity} with layout={layout!r}: only 'sharded' has one; pass None")
+        if layout == "local" and group is not None:
+            raise ValueError("layout='local' with a process group: pass 'sharded' or 'replicated', or leave group out")
         self.layout, self.capacity = layout, capacity
-        self.ranks = None if group is None else group if isinstance(group, Ranks) else Ranks(group)
+        self.ranks = None if layout == "local" else group if isinstance(group, Ranks) else Ranks(group)
         self.range = ExpertRange.of(num_experts, self.ranks)
         self.traffic = Traffic()
         self.kind: DispatchKind
@@ -249,9 +249,14 @@ class FreshLaneDispatcher(nn.Module):
         if self.ranks is not None:
             doing = "copying or pickling a model whose experts are split over ranks"
             raise self.refused(doing) or RuntimeError(f"{doing} is refused: its group of processes cannot be copied")
-        return FreshLaneDispatcher, (self.range.total,)
+        return local_dispatcher, (self.range.total,)
 
     def extra_repr(self) -> str:
         """Experts, ranks and layout, for `print(model)`."""
-        where = "local" if self.ranks is None else f"ranks={self.ranks.world}, layout={self.layout!r}"
-        return f"experts={self.range.total}, {where}, capacity={self.capacity}"
+        ranks = 1 if self.ranks is None else self.ranks.world
+        return f"experts={self.range.total}, ranks={ranks}, layout={self.layout!r}, capacity={self.capacity}"
+
+
+def local_dispatcher(num_experts: int) -> FreshLaneDispatcher:
+    """The dispatcher of a layer whose experts are all in this process."""
+    return FreshLaneDispatcher(num_experts, layout="local")
