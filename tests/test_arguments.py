@@ -177,9 +177,10 @@ TABLE: dict[str, tuple[Call, dict[str, str]]] = {
     "count_lm_head": (lambda models, rows: context_of(models).count_lm_head(rows), {"rows": "whole"}),
     "count_attention": (lambda models, pairs: context_of(models).count_attention(pairs), {"pairs": "whole"}),
     "EpochConfig": (lambda models, **a: EpochConfig(**a), {
-        "coverage": "real or None", "candidate_factor": "whole", "on_miss": "word", "restrict_new": "flag",
-        "support_scope": "word", "coverage_floor": "real or None", "refresh_interval": "whole or None",
-        "future_rows": "word", "backend": "word",
+        "coverage": "real or None", "candidate_factor": "whole", "least_saving": "real",
+        "max_support": "whole or None", "on_miss": "word", "restrict_new": "flag", "join": "flag",
+        "support_scope": "word", "coverage_floor": "real or None", "recompile": "word",
+        "refresh_interval": "whole or None", "future_rows": "word", "backend": "word",
     }),
     "EpochConfig.preset": (lambda models, preset: EpochConfig.preset(preset), {"preset": "required"}),
     "ResidencyConfig": (lambda models, **a: ResidencyConfig(**a), {

@@ -12,11 +12,11 @@ from epoch_moe.config import EpochConfig
 def test_defaults_and_presets() -> None:
     config = EpochConfig()
     assert (config.coverage, config.refresh_interval, config.on_miss) == (0.95, 5, "reselect")
-    assert (config.restrict_new, config.support_scope) == (False, "sequence")
+    assert (config.restrict_new, config.join, config.support_scope) == (False, False, "sequence")
     assert EpochConfig.exact() == EpochConfig(coverage=None, refresh_interval=1)
-    assert EpochConfig.paper() == EpochConfig(restrict_new=True, support_scope="batch")
+    assert EpochConfig.paper() == EpochConfig(restrict_new=True, support_scope="batch", recompile="refresh")
     assert EpochConfig.exact(backend="loop").backend == "loop"
-    assert EpochConfig.paper(coverage=0.8) == EpochConfig(coverage=0.8, restrict_new=True, support_scope="batch")
+    assert EpochConfig.paper(coverage=0.8) == EpochConfig.paper().replace(coverage=0.8)
     for name, want in (("default", config), ("exact", EpochConfig.exact()), ("paper", EpochConfig.paper())):
         assert EpochConfig.preset(name) == want
     assert EpochConfig.preset("dense") is None
@@ -36,9 +36,10 @@ def test_it_is_frozen_hashable_and_replaced_with_checks() -> None:
 @pytest.mark.parametrize(
     ("changes", "floor"),
     [
-        ({}, 0.9),
+        ({}, 0.7125),
         ({"coverage": None}, 0.0),
-        ({"coverage": 0.04}, 0.0),
+        ({"coverage": 0.04}, 0.03),
+        ({"max_support": 8}, 0.0),
         ({"coverage": 0.9, "coverage_floor": 0.9}, 0.9),
         ({"coverage_floor": 0.0}, 0.0),
     ],
@@ -58,6 +59,12 @@ def test_the_floor_has_a_default(changes: dict[str, float], floor: float) -> Non
         ("coverage", "0.9"),
         ("coverage_floor", 0.96),
         ("coverage_floor", -0.1),
+        ("least_saving", 1.01),
+        ("least_saving", -0.1),
+        ("max_support", 0),
+        ("max_support", 8.0),
+        ("join", 1),
+        ("recompile", "never"),
         ("candidate_factor", 0),
         ("candidate_factor", 2.0),
         ("candidate_factor", True),
@@ -85,3 +92,12 @@ def test_unknown_names_are_refused() -> None:
         EpochConfig.preset("dense", coverage=0.5)
     with pytest.raises(TypeError):
         EpochConfig(converage=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"join": True}, {"on_miss": "expand"}, {"coverage": None}, {"coverage_floor": 0.5}], ids=str
+)
+def test_a_size_that_could_not_be_kept_is_refused(changes: dict[str, object]) -> None:
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=f"max_support=8 with {name}={value!r}"):
+        EpochConfig(max_support=8, **changes)  # type: ignore[arg-type]

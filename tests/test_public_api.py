@@ -66,8 +66,9 @@ def test_signatures_are_these() -> None:
         "budget", "policy", "source", "spill_dir", "miss", "tier", "drop_cache",
     ]
     assert parameters(epoch_moe.EpochConfig) == [
-        "coverage", "candidate_factor", "on_miss", "restrict_new", "support_scope", "coverage_floor",
-        "refresh_interval", "drift", "live_drift", "future_rows", "backend",
+        "coverage", "candidate_factor", "least_saving", "max_support", "on_miss", "restrict_new", "join",
+        "support_scope", "coverage_floor", "recompile", "refresh_interval", "drift", "live_drift", "future_rows",
+        "backend",
     ]
 
 

@@ -16,11 +16,12 @@ def aot_cases() -> list[AotCase]:
     A round of the filling reads its rows again; that is not in it, as it depends on the data how many there are.
     """
     flags = {"selection": "*fp32", "vote": "*u8", "only": "*u8"}
-    inputs = flags | {"combine": "*fp32", "marks": "*u8"}
+    inputs = flags | {"combine": "*fp32", "marks": "*u8", "used": "*u8"}
     between = {"ids": "*i32", "weights": "*fp32", "dense": "*fp32", "target": "*fp32"}
     natural, outs = {"natural": "*i32"}, {"member": "*u8", "out": "*u8", "width": "i32"}
     rows_signature = inputs | natural | between | {"width": "i32", "coverage": "fp32"}
-    support_signature = {"marks": "*u8", "only": "*u8", "rank": "*i32"} | between | outs
+    by_expert = {"marks": "*u8", "only": "*u8", "key": "*i32", "held": "*fp32", "total": "*fp32"}
+    support_signature = by_expert | between | outs | {"coverage": "fp32"}
     supports, width, top_k = 64, 32, 8
     rows, candidates = supports * width, 4 * top_k
     cases = []
@@ -51,7 +52,7 @@ def aot_cases() -> list[AotCase]:
                 "atlas_rows",
                 rows_kernel,
                 rows_signature,
-                router | {"C": candidates, "C_P": triton.next_power_of_2(candidates), "UNION": False},
+                router | {"C": candidates, "C_P": triton.next_power_of_2(candidates), "SURE": 1, "UNION": False},
                 _row_warps(num_experts, candidates),
                 rows * (8 * num_experts + 1 + 4 * top_k) + left,
             ),
@@ -59,9 +60,9 @@ def aot_cases() -> list[AotCase]:
                 "atlas_union",
                 rows_kernel,
                 rows_signature,
-                router | {"C": top_k, "C_P": triton.next_power_of_2(top_k), "UNION": True},
+                router | {"C": top_k, "C_P": triton.next_power_of_2(top_k), "SURE": top_k, "UNION": True},
                 _row_warps(num_experts, top_k),
-                rows * (4 * num_experts + 1) + held,
+                rows * (4 * num_experts + 1) + 2 * held,
             ),
             case(
                 "atlas_support",
@@ -69,7 +70,7 @@ def aot_cases() -> list[AotCase]:
                 support_signature,
                 _support_constexprs(num_experts, top_k, candidates, width, True),
                 _config(width)["num_warps"],
-                left + 3 * held,
+                left + 7 * held,
                 True,
             ),
             case(
@@ -78,7 +79,7 @@ def aot_cases() -> list[AotCase]:
                 support_signature,
                 _support_constexprs(num_experts, top_k, candidates, rows, True),
                 _config(rows)["num_warps"],
-                left + 3 * num_experts,
+                left + 7 * num_experts,
                 True,
                 f"{model}, 1 x {rows} rows",
             ),

@@ -35,6 +35,8 @@ class Case:
     coverage: float
     factor: int
     only_G: Tensor | None = None
+    max_support: int | None = None
+    least_saving: float = 0.0
 
     def kernel(self) -> Tensor:
         """With NaN in everything that must not matter."""
@@ -48,12 +50,15 @@ class Case:
             self.coverage,
             self.factor,
             self.only_G,
+            max_support=self.max_support,
+            least_saving=self.least_saving,
         )
 
     def reference(self) -> Tensor:
         support_GE = compile_support(
-            self.selection_GWE, self.combine_GWE, self.vote_GW, self.spec, self.coverage, self.factor
-        )
+            self.selection_GWE, self.combine_GWE, self.vote_GW, self.spec, self.coverage, self.factor,
+            max_support=self.max_support, least_saving=self.least_saving,
+        )  # fmt: skip
         return support_GE if self.only_G is None else support_GE & self.only_G[:, None]
 
 
@@ -85,7 +90,9 @@ def cases(draw: st.DrawFn) -> Case:
     vote = torch.rand(supports, width, generator=gen) < draw(st.sampled_from([0.2, 0.8, 1.1]))
     only = torch.rand(supports, generator=gen) < 0.5 if draw(st.booleans()) else None
     coverage = draw(st.sampled_from([0.125, 0.5, 0.75, 0.9375, 1.0]))
-    return Case(spec, selection, combine, vote, coverage, draw(st.integers(1, 4)), only)
+    largest = draw(st.sampled_from([None, None, top_k, min(top_k + 2, num_experts)]))
+    saving = draw(st.sampled_from([0.0, 0.25]))
+    return Case(spec, selection, combine, vote, coverage, draw(st.integers(1, 4)), only, largest, saving)
 
 
 def released(spec: RouterSpec, supports: int, width: int, coverage: float) -> Case:
@@ -205,7 +212,7 @@ def test_a_row_within_rounding_of_its_target_is_not_short() -> None:
     spec = RouterSpec(kind="softmax", num_experts=4, top_k=2)
     almost = 0.25 - 2**-24
     # Row 0 holds 0 and, by row 1, 3: together its target of 0.75 but for the last bits. Row 1 has more than its own.
-    combine = torch.tensor([[[0.5, 0.5, 0.0, almost], [0.0, 0.0, 0.125, 1.0]]])
+    combine = torch.tensor([[[0.5, 0.5, 0.0, almost], [0.0, 0.0, 0.125, 4.0]]])
     selection = torch.tensor([[[4.0, 3.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]])
     case = Case(spec, selection, combine, torch.ones(1, 2, dtype=torch.bool), 0.75, 2)
     assert case.reference().tolist() == [[True, False, False, True]]
@@ -243,7 +250,7 @@ def test_the_operator_is_declared_right(coverage: float, with_only: bool) -> Non
     scores, vote = torch.rand(2, 3, 8), torch.tensor([[True, True, False], [True, False, True]])
     only = torch.tensor([True, False]) if with_only else None
     torch.library.opcheck(
-        torch.ops.epoch_moe.compile_support.default, (scores, scores, vote, only, 2, 4, 2, coverage, 4)
+        torch.ops.epoch_moe.compile_support.default, (scores, scores, vote, only, 2, 4, 2, coverage, 4, None, 0.1)
     )
 
 

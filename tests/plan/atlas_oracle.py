@@ -38,7 +38,13 @@ def candidates(selection: Row, combine: Row, spec: RouterSpec, factor: int) -> d
 
 
 def covered(cand: dict[int, float], support: set[int], top_k: int) -> float:
-    return sum(sorted((w for e, w in cand.items() if e in support), reverse=True)[:top_k])
+    """Weight of a row's best K candidates inside: the first ones in its order of selection."""
+    return sum([w for e, w in cand.items() if e in support][:top_k])
+
+
+def inside(combine: list[Row], natural: dict[int, list[int]], support: set[int]) -> float:
+    """Natural weight of the rows that lies inside a support."""
+    return sum(combine[i][e] for i, ids in natural.items() for e in ids if e in support)
 
 
 def atlas(
@@ -48,34 +54,39 @@ def atlas(
     spec: RouterSpec,
     coverage: float,
     factor: int,
+    max_support: int | None = None,
+    least_saving: float = 0.0,
 ) -> set[int]:
     """The support of one group of rows."""
     rows = [i for i, vote in enumerate(votes) if vote]
+    everything = set(range(spec.num_experts))
     if not rows:
-        return set(range(spec.num_experts))
+        return everything
+    combine = [[max(w, 0.0) for w in row] for row in combine]
     natural = {i: choose(selection[i], spec) for i in rows}
-    if coverage >= 1.0:
-        return {e for ids in natural.values() for e in ids}
-    cand = {i: candidates(selection[i], combine[i], spec, factor) for i in rows}
-    target = {i: coverage * sum(combine[i][e] for e in natural[i]) for i in rows}
-    total = {e: sum(c.get(e, 0.0) for c in cand.values()) for e in range(spec.num_experts)}
+    used = {e for ids in natural.values() for e in ids}
+    cand = {i: candidates(selection[i], combine[i], spec, 1 if coverage >= 1.0 else factor) for i in rows}
+    own = {i: sum(combine[i][e] for e in natural[i]) for i in rows}
+    total = {e: sum(c.get(e, 0.0) for c in cand.values()) for e in everything}
+    heaviest = sorted(total, key=lambda e: (-total[e], e))
 
-    support = {ids[0] for ids in natural.values()}
-    ranking = iter(sorted(total, key=lambda e: (-total[e], e)))
-    while sum(covered(cand[i], support, spec.top_k) for i in rows) < sum(target.values()):
-        support.add(next(ranking))
+    support = used if coverage >= 1.0 else {ids[0] for ids in natural.values()}
+    ranking = iter(e for e in heaviest if e not in support)
+    while inside(combine, natural, support) < coverage * sum(own.values()) * (1 - 1e-9):
+        support = support | {next(ranking)}
 
     while True:
-        deficit = {i: target[i] - covered(cand[i], support, spec.top_k) for i in rows}
-        deficit = {i: d for i, d in deficit.items() if d > 1e-6 * target[i]}
-        if not deficit:
+        missing = {i: coverage * own[i] - covered(cand[i], support, spec.top_k) for i in rows}
+        missing = {i: d for i, d in missing.items() if d > 1e-6 * coverage * own[i]}
+        if not missing:
             break
-        gain = {
-            e: sum(min(cand[i].get(e, 0.0), d) for i, d in deficit.items())
-            for e in range(spec.num_experts)
-            if e not in support
-        }
-        support.add(max(gain, key=lambda e: (round(gain[e], 6), -e)))
+        gain = {e: sum(min(cand[i].get(e, 0.0), d) for i, d in missing.items()) for e in everything - support}
+        support = support | {max(gain, key=lambda e: (round(gain[e], 6), -e))}
 
     short = [i for i in rows if len(choose(selection[i], spec, support)) < spec.top_k]
-    return support | {e for i in short for e in natural[i]}
+    support = support | {e for i in short for e in natural[i]}
+    if max_support is not None:
+        return support if len(support) <= max_support else set(heaviest[:max_support])
+    if coverage < 1.0 and len(support) > (1.0 - least_saving) * len(used) and least_saving > 0.0:
+        return everything
+    return support

@@ -58,23 +58,24 @@ def _combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tenso
 @torch.library.custom_op("epoch_moe_tests::compile_support", mutates_args=())
 def _compile(
     selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None, kind: str, top_k: int,
-    n_group: int, topk_group: int, coverage: float, factor: int,
+    n_group: int, topk_group: int, coverage: float, factor: int, max_support: int | None, least_saving: float,
 ) -> Tensor:  # fmt: skip
     experts = selection_GWE.shape[2]
     spec = RouterSpec(kind=kind, num_experts=experts, top_k=top_k, n_group=n_group, topk_group=topk_group)  # type: ignore[arg-type]
     # As the kernel: rows that do not vote may hold anything.
     selection, weights = (t.masked_fill(~votes_GW.unsqueeze(-1), 0.0) for t in (selection_GWE, weights_GWE))
-    support_GE = compile_support(selection, weights, votes_GW, spec, coverage, factor)
+    settings = {"max_support": max_support, "least_saving": least_saving}
+    support_GE = compile_support(selection, weights, votes_GW, spec, coverage, factor, **settings)  # type: ignore[arg-type]
     return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
 
 
 def _compile_support_device(
     selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, spec: RouterSpec, coverage: float, factor: int,
-    only_G: Tensor | None = None,
+    only_G: Tensor | None = None, *, max_support: int | None = None, least_saving: float = 0.0,
 ) -> Tensor:  # fmt: skip
     support_GE: Tensor = _compile(
         selection_GWE, weights_GWE, votes_GW, only_G, spec.kind, spec.top_k, spec.n_group, spec.topk_group, coverage,
-        factor,
+        factor, max_support, least_saving,
     )  # fmt: skip
     return support_GE
 

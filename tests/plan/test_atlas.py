@@ -64,11 +64,11 @@ def sets(support_BE: Tensor) -> list[set[int]]:
 @CHECKED
 @given(cases())
 def test_equals_the_oracle(case: Case) -> None:
-    expected = [
-        atlas(selection.tolist(), combine.tolist(), vote.tolist(), case.spec, case.coverage, case.factor)
-        for selection, combine, vote in zip(case.selection_BWE, case.combine_BWE, case.vote_BW, strict=True)
-    ]
-    assert sets(case.compile()) == expected
+    for changes in ({}, {"least_saving": 0.15}, {"max_support": case.spec.top_k + 2}):
+        assert sets(case.compile(**changes)) == [
+            atlas(a.tolist(), b.tolist(), vote.tolist(), case.spec, case.coverage, case.factor, **changes)  # type: ignore[arg-type]
+            for a, b, vote in zip(case.selection_BWE, case.combine_BWE, case.vote_BW, strict=True)
+        ]
 
 
 @CHECKED

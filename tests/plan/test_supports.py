@@ -64,7 +64,7 @@ def test_restricted_rows_stay_inside_and_others_are_free(
 ) -> None:
     config = EpochConfig(
         coverage=0.6,
-        coverage_floor=0.0,
+        coverage_floor=0.0, least_saving=0.0,
         on_miss=on_miss,  # type: ignore[arg-type]
         support_scope=scope,  # type: ignore[arg-type]
         restrict_new=restrict_new,
@@ -101,7 +101,7 @@ def test_restricted_rows_stay_inside_and_others_are_free(
 
 
 def test_experts_of_new_rows_join_the_support(routed: list[Routed]) -> None:
-    config = EpochConfig(coverage=0.3, coverage_floor=0.0, refresh_interval=None)
+    config = EpochConfig(coverage=0.3, coverage_floor=0.0, least_saving=0.0, refresh_interval=None, join=True)
     list(planned(patched_model(), make_decode(3, forwards=9), config))
     grown = 0
     for call in routed:
@@ -117,7 +117,7 @@ def test_experts_of_new_rows_join_the_support(routed: list[Routed]) -> None:
 
 
 def test_restricting_new_rows_freezes_the_support(routed: list[Routed]) -> None:
-    config = EpochConfig.paper(coverage=0.3, coverage_floor=0.0)
+    config = EpochConfig.paper(coverage=0.3, coverage_floor=0.0, least_saving=0.0)
     list(planned(patched_model(), make_decode(3), config))
     assert all(torch.equal(call.support_GE, call.before_GE) for call in routed if not call.cold)  # type: ignore[arg-type]
 
@@ -143,6 +143,7 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
         EpochConfig(
             coverage=0.4,
             coverage_floor=0.35,
+            least_saving=0.0,
             refresh_interval=1,
             support_scope=scope,  # type: ignore[arg-type]
             on_miss=on_miss,  # type: ignore[arg-type]
@@ -200,7 +201,7 @@ def test_finished_sequences_do_not_count_as_supports() -> None:
     for inputs in decode.forwards:
         inputs.valid_BS[1] = False
     model = patched_model()
-    context = BlockPlanContext(model._epoch_moe, EpochConfig(coverage=0.5, coverage_floor=0.0))
+    context = BlockPlanContext(model._epoch_moe, EpochConfig(coverage=0.5, coverage_floor=0.0, least_saving=0.0))
     sizes: list[int] = []
 
     def note(plan: BlockPlan, number: int) -> None:

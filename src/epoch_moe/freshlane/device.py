@@ -20,8 +20,8 @@ from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.worklist import Worklist
 from epoch_moe.freshlane.lane import Visit, route_packed
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
-from epoch_moe.plan.packed import Compact, PaddedRows
-from epoch_moe.plan.support import Chosen
+from epoch_moe.plan.packed import Compact, PackedRows, PaddedRows
+from epoch_moe.plan.support import Chosen, SharedSupport
 from epoch_moe.precision import product_dtype
 from epoch_moe.routing import RouterSpec, Routing, Scores
 
@@ -83,19 +83,31 @@ class DeviceSelection:
         )
         return Chosen(ids_RK, weights_RK, total_R)
 
-    def compile(self, selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None) -> Tensor:
+    def compile(
+        self, rows: PackedRows, group_R: Tensor, groups: int, only_G: Tensor | None, shared: SharedSupport | None
+    ) -> Tensor:
         """See `Selection`. Supports outside ``only_G`` cost next to nothing."""
         from epoch_moe.kernels.atlas import compile_support_device
 
-        assert self.config.coverage is not None
+        assert self.config.coverage is not None and shared is None
+        scores, places = self.scores, rows.places.groups * rows.places.block_len
+        # Behind the block's places lies one more, for the rows that do not vote.
+        grids = torch.zeros(2, places + 1, self.spec.num_experts, device=group_R.device)
+        grids[0].index_copy_(0, rows.vote_R, scores.selection_TE)
+        grids[1].index_copy_(0, rows.vote_R, scores.combine_TE)
+        votes = torch.zeros(places + 1, dtype=torch.bool, device=group_R.device)
+        votes.index_copy_(0, rows.vote_R, rows.votes_R)
+        selection_GWE, combine_GWE = grids[:, :places].reshape(2, groups, -1, self.spec.num_experts)
         return compile_support_device(
             selection_GWE,
-            weights_GWE,
-            votes_GW,
+            combine_GWE,
+            votes[:places].view(groups, -1),
             self.spec,
             self.config.coverage,
             self.config.candidate_factor,
             only_G,
+            max_support=self.config.max_support,
+            least_saving=self.config.least_saving,
         )
 
 

@@ -5,9 +5,9 @@ GS experts of a group, R rows of a chunk.
 
 Three launches, whatever the supports come to:
 
-1. `rows_kernel`, one program per row: natural top-k, candidates sorted by weight, target. The rows' best experts are
-   marked (for coverage 1.0 their whole top-k, and that is all there is to do).
-2. `support_kernel`, one program per support: experts by total weight until the aggregate target is met, then the
+1. `rows_kernel`, one program per row: natural top-k, candidates, target. The rows' best experts are marked (for
+   coverage 1.0 their whole top-k, and that is all there is to do without a largest size).
+2. `support_kernel`, one program per support: experts by total weight until enough natural weight is inside, then the
    filling of single rows. Programs do not talk to each other, so nothing has to be resident at the same time.
 3. `feasible_kernel`, one program per row: a row that finds fewer than K experts brings its natural ones.
 
@@ -16,8 +16,8 @@ to the lowest id everywhere. ``torch.topk`` in the reference promises no order a
 
 Cost: for ``support_scope="sequence"`` (W = 32..64) a round of the filling reads W rows of C candidates and of E
 weights, which fit into the caches of one SM, and the programs of many supports fill the device. For ``"batch"`` one
-program, on one SM, does the second step for all rows: at W = 512 x 32 and E = 256 it reads 16 MB for the totals,
-9 x 4 MB for the bisection and up to 20 MB in each round of the filling. (If one SM draws 0.1 TB/s from L2, an
+program, on one SM, does the second step for all rows: at W = 512 x 32 and E = 256 it reads 16 MB for the totals
+and up to 20 MB in each round of the filling. (If one SM draws 0.1 TB/s from L2, an
 assumption and not a measurement, that is half a millisecond before the filling and up to 0.2 ms per round.) Each round
 adds an expert, so there are fewer of them the more experts the rows' best ones already hold. Chunks without a row that
 lacks weight are skipped. Scratch memory is about that of one of the inputs.
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from epoch_moe.kernels.atlas_steps import feasible_kernel, rows_kernel, support_kernel
 from epoch_moe.kernels.launch import supports_triton
+from epoch_moe.plan.atlas import check_size, settle
 from epoch_moe.routing import RouterSpec
 
 
@@ -61,14 +62,13 @@ def _support_constexprs(num_experts: int, top_k: int, candidates: int, width: in
         "E_P": triton.next_power_of_2(num_experts),
         "C_P": triton.next_power_of_2(candidates),
         "ROWS": _config(width)["ROWS"],
-        "STEPS": num_experts.bit_length(),
         "HAS_ONLY": has_only,
     }
 
 
 def _row_warps(num_experts: int, candidates: int) -> int:
-    """One warp for up to 256 experts and 32 candidates (whose order is found by comparing all with all)."""
-    work = max(triton.next_power_of_2(num_experts) // 256, triton.next_power_of_2(candidates) ** 2 // 1024)
+    """One warp for up to 256 experts and 256 candidates."""
+    work = max(triton.next_power_of_2(num_experts), triton.next_power_of_2(candidates)) // 256
     return max(1, min(8, int(work)))
 
 
@@ -83,15 +83,20 @@ def _compile(
     topk_group: int,
     coverage: float,
     candidates: int,
+    max_support: int | None,
+    least_saving: float,
 ) -> Tensor:
     supports, width, num_experts = selection_GWE.shape
     device = selection_GWE.device
-    everything_G1 = ~vote_GW.any(dim=1, keepdim=True)
     selection, combine = selection_GWE.contiguous(), combine_GWE.contiguous()
     vote = vote_GW.contiguous().view(torch.uint8)
     only = vote if only_G is None else only_G.contiguous().view(torch.uint8)
-    marks, out = torch.zeros(2, supports, num_experts, dtype=torch.uint8, device=device)
-    union = coverage >= 1.0
+
+    def zeros(dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.zeros(supports, num_experts, dtype=dtype, device=device)
+
+    marks, used, out, total = zeros(), zeros(), zeros(), zeros(torch.float32)
+    union = coverage >= 1.0 and max_support is None
     rows = 0 if union else supports * width
 
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -109,6 +114,7 @@ def _compile(
                 vote,
                 only,
                 marks,
+                used,
                 natural,
                 ids,
                 weights,
@@ -118,13 +124,14 @@ def _compile(
                 coverage,
                 C=candidates,
                 C_P=triton.next_power_of_2(candidates),
+                SURE=top_k if coverage >= 1.0 else 1,
                 UNION=union,
                 **router,
                 num_warps=_row_warps(num_experts, candidates),
                 num_stages=1,
             )
             if not union:
-                rank = scratch(supports, num_experts)
+                key, held = scratch(supports, num_experts), scratch(supports, num_experts, dtype=torch.float32)
                 member = scratch(supports, num_experts, dtype=torch.uint8)
                 support_kernel[(supports,)](
                     marks,
@@ -133,10 +140,13 @@ def _compile(
                     weights,
                     dense,
                     target,
-                    rank,
+                    key,
+                    held,
+                    total,
                     member,
                     out,
                     width,
+                    coverage,
                     **_support_constexprs(num_experts, top_k, candidates, width, only_G is not None),
                     num_warps=_config(width)["num_warps"],
                     num_stages=1,
@@ -154,7 +164,9 @@ def _compile(
                     num_warps=_row_warps(num_experts, 1),
                     num_stages=1,
                 )
-    support_GE: Tensor = (marks if union else out).view(torch.bool) | everything_G1
+    support_GE, used_GE = (t.view(torch.bool) for t in (marks if union else out, used))
+    support_GE = settle(support_GE, used_GE, total, coverage, max_support, least_saving)
+    support_GE = support_GE | ~vote_GW.any(dim=1, keepdim=True)
     return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
 
 
@@ -169,6 +181,8 @@ def _compile_fake(
     topk_group: int,
     coverage: float,
     candidates: int,
+    max_support: int | None,
+    least_saving: float,
 ) -> Tensor:
     return selection_GWE.new_empty(selection_GWE.shape[0], selection_GWE.shape[2], dtype=torch.bool)
 
@@ -181,6 +195,9 @@ def compile_support_device(
     coverage: float,
     candidate_factor: int,
     only_G: Tensor | None = None,
+    *,
+    max_support: int | None = None,
+    least_saving: float = 0.0,
 ) -> Tensor:
     """`epoch_moe.plan.atlas.compile_support` on the device: bool ``[G,E]``.
 
@@ -190,9 +207,7 @@ def compile_support_device(
         vote_GW: bool, False for rows that do not vote; what their scores hold does not matter. A support without a
             voter holds all experts.
         spec: the router.
-        coverage: share of each row's natural weight that its best K candidates inside the support must reach; 1.0 gives
-            the union of the rows' natural top-k.
-        candidate_factor: a row's candidates are its best ``candidate_factor * K`` experts by selection score.
+        coverage, candidate_factor, max_support, least_saving: as there.
         only_G: bool, supports to compile; the others come out empty and cost next to nothing. None: all.
 
     The set is the reference's, except where that one is open too: sums run in another order than torch's, so two
@@ -224,6 +239,7 @@ def compile_support_device(
     grouped = spec.kind == "sigmoid_group"
     usable = spec.topk_group * spec.group_size if grouped else spec.num_experts
     limited = grouped and spec.topk_group < spec.n_group
+    check_size(max_support, spec)
     support_GE: Tensor = _compile(
         selection_GWE,
         combine_GWE,
@@ -234,5 +250,7 @@ def compile_support_device(
         spec.topk_group if limited else 1,
         float(coverage),
         spec.top_k if coverage >= 1.0 else min(candidate_factor * spec.top_k, usable),
+        max_support,
+        float(least_saving),
     )
     return support_GE

@@ -4,8 +4,9 @@ Shape suffixes: G supports, W voting rows per support, E experts, K top-k, C can
 GS experts of a group, R rows of a chunk, O other experts.
 
 Scratch memory between the steps, all written before it is read for every row of a support that is compiled:
-``natural`` [G,W,K], ``ids`` and ``weights`` [G,W,C] (candidates, heaviest first), ``dense`` [G,W,E] (candidate weights
-by expert, else 0), ``target`` [G,W]; ``rank`` and ``member`` [G,E]. Rows that do not vote have weights and target 0.
+``natural`` [G,W,K], ``ids`` and ``weights`` [G,W,C] (candidates in the row's order of selection), ``dense`` [G,W,E]
+(candidate weights by expert, negative for the natural top-k, else 0), ``target`` [G,W]; ``key``, ``held`` and
+``member`` [G,E]. Rows that do not vote have weights and target 0. Weights below zero count as zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from epoch_moe.kernels.selection import LOWEST, best_groups, group_keys, kept_groups, order_key
+from epoch_moe.kernels.selection import HIGHEST, LOWEST, best_groups, group_keys, kept_groups, order_key
 
 
 @triton.jit
@@ -23,6 +24,7 @@ def rows_kernel(
     vote,
     only,
     marks,
+    used,
     natural,
     ids,
     weights,
@@ -38,10 +40,11 @@ def rows_kernel(
     NG_P: tl.constexpr,
     GS_P: tl.constexpr,
     C_P: tl.constexpr,
+    SURE: tl.constexpr,
     UNION: tl.constexpr,
     HAS_ONLY: tl.constexpr,
 ):
-    """One row: its natural top-k, its candidates by weight, its target, and a mark on what it brings for sure."""
+    """One row: its natural top-k, its candidates, its target, and marks on what it uses and brings (the best SURE)."""
     row = tl.program_id(0).to(tl.int64)
     which = row // width
     if HAS_ONLY:  # noqa: SIM102 - settled when it is compiled
@@ -74,23 +77,20 @@ def rows_kernel(
         id_C = tl.where(slot_C == c, chosen, id_C)
         key_GS = tl.where(id_GS == chosen, LOWEST, key_GS)
 
-    if UNION:
-        tl.store(marks + which * E + id_C, tl.full([C_P], 1, tl.uint8), mask=slot_C < K)
-    else:
-        tl.store(marks + which * E + id_C, tl.full([C_P], 1, tl.uint8), mask=slot_C < 1)
+    one_C = tl.full([C_P], 1, tl.uint8)
+    tl.store(marks + which * E + id_C, one_C, mask=slot_C < SURE)
+    tl.store(used + which * E + id_C, one_C, mask=slot_C < K)
+    if not UNION:
         tl.store(natural + row * K + slot_C, id_C, mask=slot_C < K)
         chosen_GS = usable_GS & (key_GS == LOWEST)
-        combine_GS = tl.load(combine + row * E + id_GS, mask=chosen_GS, other=0.0)
+        combine_GS = tl.maximum(tl.load(combine + row * E + id_GS, mask=chosen_GS, other=0.0), 0.0)
         tl.store(dense + row * E + id_GS, combine_GS, mask=valid_GS)
-        weight_C = tl.load(combine + row * E + id_C, mask=slot_C < C, other=0.0)
+        weight_C = tl.maximum(tl.load(combine + row * E + id_C, mask=slot_C < C, other=0.0), 0.0)
+        tl.debug_barrier()
+        tl.store(dense + row * E + id_C, -weight_C, mask=slot_C < K)
         tl.store(target + row, coverage * tl.sum(tl.where(slot_C < K, weight_C, 0.0), axis=0))
-        # Heaviest first; equal weights stay in the order of selection.
-        key_C = order_key(weight_C, slot_C < C)
-        heavier = key_C[:, None] > key_C[None, :]
-        earlier = (key_C[:, None] == key_C[None, :]) & (slot_C[:, None] < slot_C[None, :])
-        place_C = tl.sum((heavier | earlier).to(tl.int32), axis=0)
-        tl.store(ids + row * C + place_C, id_C, mask=slot_C < C)
-        tl.store(weights + row * C + place_C, weight_C, mask=slot_C < C)
+        tl.store(ids + row * C + slot_C, id_C, mask=slot_C < C)
+        tl.store(weights + row * C + slot_C, weight_C, mask=slot_C < C)
 
 
 @triton.jit
@@ -108,17 +108,19 @@ def support_kernel(
     weights,
     dense,
     target,
-    rank,
+    key,
+    held,
+    total,
     member,
     out,
     width,
+    coverage,
     E: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
     E_P: tl.constexpr,
     C_P: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
     HAS_ONLY: tl.constexpr,
 ):
     """One support: experts by total weight until the aggregate target is met, then the filling of single rows."""
@@ -127,7 +129,8 @@ def support_kernel(
         if tl.load(only + which) == 0:
             return
     first = which * width
-    rank += which * E
+    key += which * E
+    held += which * E
     member += which * E
     expert_E = tl.arange(0, E_P)
     exists_E = expert_E < E
@@ -136,47 +139,29 @@ def support_kernel(
     inside_E = tl.load(marks + which * E + expert_E, mask=exists_E, other=0) != 0
 
     total_E = tl.zeros([E_P], tl.float32)
-    aggregate = 0.0
+    held_E = tl.zeros([E_P], tl.float32)
     for start in range(0, width, ROWS):
         row_R = start + chunk_R
         here_RE = (row_R < width)[:, None] & exists_E[None, :]
-        total_E += tl.sum(tl.load(dense + (first + row_R)[:, None] * E + expert_E[None, :], mask=here_RE, other=0.0), 0)
-        aggregate += tl.sum(tl.load(target + first + row_R, mask=row_R < width, other=0.0), axis=0)
+        dense_RE = tl.load(dense + (first + row_R)[:, None] * E + expert_E[None, :], mask=here_RE, other=0.0)
+        total_E += tl.sum(tl.abs(dense_RE), axis=0)
+        held_E += tl.sum(tl.maximum(-dense_RE, 0.0), axis=0)
+    tl.store(total + which * E + expert_E, total_E, mask=exists_E)
 
-    # Rank of each expert by total weight. What is inside is drawn down as in the reference, and then counts as before
-    # all: so a candidate is inside a prefix of the ranking exactly if its rank is below the prefix's length.
-    key_E = order_key(tl.where(inside_E, -1.0, total_E), exists_E)
-    tl.store(rank + expert_E, key_E, mask=exists_E)
+    # By total weight, behind what is inside already; an expert is added if those before it hold too little.
+    key_E = tl.where(inside_E, HIGHEST, order_key(total_E, exists_E))
+    tl.store(key + expert_E, key_E, mask=exists_E)
+    tl.store(held + expert_E, held_E, mask=exists_E)
     tl.debug_barrier()
-    rank_E = tl.zeros([E_P], tl.int32)
-    for start in range(0, E, 32):
-        other_O = start + tl.arange(0, 32)
-        key_O = tl.load(rank + other_O, mask=other_O < E, other=LOWEST)
-        before = (key_O[:, None] == key_E[None, :]) & (other_O[:, None] < expert_E[None, :])
-        rank_E += tl.sum(((key_O[:, None] > key_E[None, :]) | before).to(tl.int32), axis=0)
-    rank_E = tl.where(inside_E, -1, rank_E)
-    tl.debug_barrier()
-    tl.store(rank + expert_E, rank_E, mask=exists_E)
-    tl.debug_barrier()
-
-    # The shortest prefix that reaches the aggregate target.
-    low = 0
-    high = E
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        reached = 0.0
-        for start in range(0, width, ROWS):
-            row_R = start + chunk_R
-            here_RC = (row_R < width)[:, None] & (slot_C < C)[None, :]
-            place_RC = (first + row_R)[:, None] * C + slot_C[None, :]
-            weight_RC = tl.load(weights + place_RC, mask=here_RC, other=0.0)
-            rank_RC = tl.load(rank + tl.load(ids + place_RC, mask=here_RC, other=0), mask=here_RC, other=E)
-            reached += tl.sum(_covered(weight_RC, rank_RC < middle, K), axis=0)
-        if reached >= aggregate:
-            high = middle
-        else:
-            low = tl.minimum(middle + 1, E)
-    inside_E = inside_E | (exists_E & (rank_E < high))
+    before_E = tl.zeros([E_P], tl.float32)
+    for start in range(0, E, 16):
+        other_O = start + tl.arange(0, 16)
+        key_O = tl.load(key + other_O, mask=other_O < E, other=LOWEST)
+        held_O = tl.load(held + other_O, mask=other_O < E, other=0.0)
+        ties_OE = (key_O[:, None] == key_E[None, :]) & (other_O[:, None] < expert_E[None, :])
+        before_OE = (key_O[:, None] > key_E[None, :]) | ties_OE
+        before_E += tl.sum(tl.where(before_OE, held_O[:, None], 0.0), axis=0)
+    inside_E = inside_E | (exists_E & (before_E < coverage * tl.sum(held_E, axis=0)))
     tl.store(member + expert_E, inside_E.to(tl.uint8), mask=exists_E)
     tl.debug_barrier()
 
@@ -193,13 +178,11 @@ def support_kernel(
             target_R = tl.load(target + first + row_R, mask=row_R < width, other=0.0)
             deficit_R = target_R - _covered(weight_RC, inside_RC, K)
             deficit_R = tl.where(deficit_R <= 1e-6 * target_R, 0.0, deficit_R)
-            # Without a deficit and without negative weights (a bias may make them) a chunk's gains are all zero.
-            lightest = tl.min(tl.min(weight_RC, axis=1), axis=0)
-            if (tl.max(deficit_R, axis=0) > 0.0) | (lightest < 0.0):
+            if tl.max(deficit_R, axis=0) > 0.0:
                 here_RE = (row_R < width)[:, None] & exists_E[None, :]
                 place_RE = (first + row_R)[:, None] * E + expert_E[None, :]
-                dense_RE = tl.load(dense + place_RE, mask=here_RE, other=0.0)
-                gain_E += tl.sum(tl.minimum(dense_RE, deficit_R[:, None]), axis=0)
+                dense_RE = tl.abs(tl.load(dense + place_RE, mask=here_RE, other=0.0))
+                gain_E += tl.sum(tl.minimum(dense_RE, tl.maximum(deficit_R, 0.0)[:, None]), axis=0)
         gain_E = tl.where(inside_E, 0.0, gain_E)
         best = tl.max(gain_E, axis=0)
         chosen = tl.min(tl.where(gain_E == best, expert_E, E_P), axis=0)

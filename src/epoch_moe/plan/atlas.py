@@ -1,10 +1,10 @@
 """ATLAS: compile a layer's expert support from the rows of a block's cold pass.
 
-Shape suffixes: B supports (one per sequence, or 1 for a batch), W voting rows per support, E experts, K top-k,
-C candidates per row.
+Shape suffixes: B or G supports (one per sequence, or 1 for a batch), W rows per support, V voting rows, E experts,
+K top-k, C candidates per row.
 
 Source: Epoch (arXiv 2609.09748), as described by readers of the paper: candidates wider than top-k, a coverage target
-of routing weight per row, heavy experts first, then greedy filling of what single rows still miss.
+of routing weight, heavy experts first, then greedy filling of what single rows still miss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from epoch_moe.checks import instance, real, tensor, whole
-from epoch_moe.routing import NO_EXPERT, RouterSpec, group_limited, select
+from epoch_moe.routing import NO_EXPERT, RouterSpec, natural_order, select
+
+UNITS = 2.0**40
+"""Weights are added up as whole numbers of 1 / UNITS: the sums do not depend on the order, on any device."""
 
 
 def compile_support(
@@ -23,19 +26,29 @@ def compile_support(
     spec: RouterSpec,
     coverage: float,
     candidate_factor: int,
+    *,
+    max_support: int | None = None,
+    least_saving: float = 0.0,
 ) -> Tensor:
     """The experts that B groups of rows may route to: bool ``[B,E]``.
 
     Args:
-        selection_BWE: fp32 selection scores of the voting rows.
-        combine_BWE: fp32 combine scores (softmax probability; unbiased sigmoid score).
+        selection_BWE: fp32 selection scores of the rows.
+        combine_BWE: fp32 combine scores (softmax probability; unbiased sigmoid score); below zero counts as zero.
         vote_BW: bool, False for rows that do not vote. A support without a voter holds all experts.
         spec: the router.
-        coverage: share of each row's natural weight that its best K candidates inside the support must reach.
-            1.0 gives the union of the rows' natural top-k.
-        candidate_factor: a row's candidates are its best ``candidate_factor * K`` experts by selection score.
+        coverage: share of the natural weight (of all voting rows' natural top-k) that lies inside the support. Beside
+            it each row's best K candidates inside weigh at least this share of its own natural top-k. 1.0 gives the
+            union of the rows' natural top-k.
+        candidate_factor: a row's candidates are its best ``candidate_factor * K`` experts by selection score, in its
+            own groups. 1: each row has the share of its natural weight itself inside.
+        max_support: most experts of a support. Where coverage asks for more these are the heaviest ones, and both
+            shares may be missed. At least K.
+        least_saving: a support that leaves out less than this share of the experts in the rows' natural top-k holds
+            all experts instead. Has no effect with ``max_support`` or where ``coverage`` is 1.
 
-    Every support holds at least K experts, and every voting row finds K of them (group limits included).
+    Without ``max_support`` every support holds at least K experts, and every voting row finds K of them (group limits
+    included). Waits for the device.
     """
     instance("spec", spec, RouterSpec, "a RouterSpec")
     tensor("selection_BWE", selection_BWE, torch.float32, ("supports", "rows", spec.num_experts))
@@ -43,110 +56,169 @@ def compile_support(
     tensor("vote_BW", vote_BW, torch.bool, selection_BWE.shape[:2], selection_BWE.device)
     coverage = real("coverage", coverage, "a share in (0, 1]", most=1.0, above=True)
     whole("candidate_factor", candidate_factor, least=1)
-    num_experts = selection_BWE.shape[-1]
-    flat_TE = selection_BWE.reshape(-1, num_experts)
-    # Candidates come from a row's own groups: what lies elsewhere it could not choose, whatever the support holds.
-    limited_BWE = group_limited(flat_TE, spec).view_as(selection_BWE)
-    natural_BWK = limited_BWE.topk(spec.top_k, dim=-1).indices
-    if coverage >= 1.0:
-        return _with_all_where_nobody_votes(_union(natural_BWK, vote_BW, num_experts), vote_BW)
-
-    own_BW = combine_BWE.gather(2, natural_BWK).sum(-1) * vote_BW
-    target_BW = coverage * own_BW
-    # Only this kind has groups to stay in, whatever the other kinds' fields say.
-    usable = spec.topk_group * spec.group_size if spec.kind == "sigmoid_group" else num_experts
-    num_candidates = min(candidate_factor * spec.top_k, usable)
-    ids_BWC = limited_BWE.topk(num_candidates, dim=-1).indices
-    weights_BWC, order_BWC = combine_BWE.gather(2, ids_BWC).masked_fill(~vote_BW.unsqueeze(-1), 0.0).sort(
-        dim=-1, descending=True, stable=True
+    check_size(max_support, spec)
+    real("least_saving", least_saving, "a share in [0, 1]", most=1.0)
+    supports, width, num_experts = selection_BWE.shape
+    group_T = torch.arange(supports, device=vote_BW.device).repeat_interleave(width)
+    flat = (selection_BWE.reshape(-1, num_experts), combine_BWE.reshape(-1, num_experts), group_T)
+    if not bool(vote_BW.all()):
+        voting_V = vote_BW.reshape(-1).nonzero().squeeze(1)
+        flat = tuple(x.index_select(0, voting_V) for x in flat)  # type: ignore[assignment]
+    return compile_rows(
+        *flat, supports, spec, coverage, candidate_factor, max_support=max_support, least_saving=least_saving
     )
-    ids_BWC = ids_BWC.gather(2, order_BWC)
-    candidates = _Candidates(ids_BWC, weights_BWC, spec.top_k, num_experts)
-
-    support_BE = _union(natural_BWK[..., :1], vote_BW, num_experts)
-    support_BE = _add_heaviest(support_BE, candidates, target_BW)
-    support_BE = _fill_deficits(support_BE, candidates, target_BW)
-    return _make_feasible(support_BE, selection_BWE, natural_BWK, vote_BW, spec)
 
 
-class _Candidates:
-    """Each row's candidate experts, heaviest first."""
-
-    def __init__(self, ids_BWC: Tensor, weights_BWC: Tensor, top_k: int, num_experts: int):
-        self.ids_BWC, self.weights_BWC, self.top_k = ids_BWC, weights_BWC, top_k
-        num_supports, width, num_candidates = ids_BWC.shape
-        self.flat_ids = ids_BWC.reshape(num_supports, width * num_candidates)
-        self._zeros_BWE = weights_BWC.new_zeros(num_supports, width, num_experts)
-
-    def covered(self, support_BE: Tensor) -> Tensor:
-        """Weight of each row's best K candidates inside the support: ``[B,W]``."""
-        inside_BWC = support_BE.gather(1, self.flat_ids).view_as(self.ids_BWC)
-        counted_BWC = inside_BWC & (inside_BWC.cumsum(-1) <= self.top_k)
-        return (self.weights_BWC * counted_BWC).sum(-1)
-
-    def total(self, per_candidate_BWC: Tensor) -> Tensor:
-        """Sum of a per-candidate quantity over the rows, by expert: ``[B,E]``."""
-        # Not by scatter_add, whose order of additions, and with it the choice among near-ties, is open on a GPU.
-        return self._zeros_BWE.scatter(2, self.ids_BWC, per_candidate_BWC).sum(dim=1)
+def check_size(max_support: int | None, spec: RouterSpec) -> None:
+    """Refuse a size that leaves rows without their top-k."""
+    if max_support is not None and whole("max_support", max_support, "experts", least=1) < spec.top_k:
+        raise ValueError(f"max_support={max_support} must be at least top_k={spec.top_k}: a row chooses that many")
 
 
-def _union(ids_BWK: Tensor, vote_BW: Tensor, num_experts: int) -> Tensor:
-    votes_BWK = vote_BW.unsqueeze(-1).expand_as(ids_BWK).to(torch.int32)
-    counts_BE = torch.zeros(ids_BWK.shape[0], num_experts, dtype=torch.int32, device=ids_BWK.device)
-    counts_BE.scatter_add_(1, ids_BWK.reshape(ids_BWK.shape[0], -1), votes_BWK.reshape(ids_BWK.shape[0], -1))
-    return counts_BE > 0
-
-
-def _with_all_where_nobody_votes(support_BE: Tensor, vote_BW: Tensor) -> Tensor:
-    return support_BE | ~vote_BW.any(dim=1, keepdim=True)
-
-
-def _add_heaviest(support_BE: Tensor, candidates: _Candidates, target_BW: Tensor) -> Tensor:
-    """Add experts by total candidate weight until the aggregate target is met.
-
-    The covered weight grows with every expert added, so the shortest sufficient prefix of the ranking is found by
-    bisection: log2(E) evaluations instead of one per expert.
-    """
-    total_BE = candidates.total(candidates.weights_BWC).masked_fill(support_BE, -1.0)
-    rank_BE = total_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1, stable=True)
-    aggregate_B1 = target_BW.sum(dim=1, keepdim=True)
-    low_B1 = torch.zeros_like(aggregate_B1, dtype=torch.int64)
-    high_B1 = torch.full_like(low_B1, total_BE.shape[1])
-    for _ in range(total_BE.shape[1].bit_length()):
-        middle_B1 = (low_B1 + high_B1) // 2
-        reached_B1 = candidates.covered(support_BE | (rank_BE < middle_B1)).sum(1, keepdim=True) >= aggregate_B1
-        high_B1 = torch.where(reached_B1, middle_B1, high_B1)
-        low_B1 = torch.where(reached_B1, low_B1, (middle_B1 + 1).clamp_max(total_BE.shape[1]))
-    return support_BE | (rank_BE < high_B1)
-
-
-def _fill_deficits(support_BE: Tensor, candidates: _Candidates, target_BW: Tensor) -> Tensor:
-    """While a row is short, add the expert that fills the most missing weight over all rows."""
-    # fp32 sums of the same numbers in another order differ in the last bits; a row that close to its target has it.
-    tolerance_BW = 1e-6 * target_BW
-    for _ in range(support_BE.shape[1]):
-        deficit_BW = target_BW - candidates.covered(support_BE)
-        deficit_BW = deficit_BW.masked_fill(deficit_BW <= tolerance_BW, 0.0)
-        gain_BE = candidates.total(torch.minimum(candidates.weights_BWC, deficit_BW.unsqueeze(-1)))
-        gain_BE = gain_BE.masked_fill(support_BE, 0.0)
-        best_B1 = gain_BE.argmax(dim=1, keepdim=True)
-        added_B1 = gain_BE.gather(1, best_B1) > 0
-        if not bool(added_B1.any()):
-            break
-        support_BE = support_BE.scatter(1, best_B1, support_BE.gather(1, best_B1) | added_B1)
-    return support_BE
-
-
-def _make_feasible(
-    support_BE: Tensor, selection_BWE: Tensor, natural_BWK: Tensor, vote_BW: Tensor, spec: RouterSpec
+def compile_rows(
+    selection_VE: Tensor,
+    combine_VE: Tensor,
+    group_V: Tensor,
+    supports: int,
+    spec: RouterSpec,
+    coverage: float,
+    candidate_factor: int,
+    *,
+    max_support: int | None,
+    least_saving: float,
 ) -> Tensor:
+    """`compile_support` of voting rows alone, in any order; ``group_V`` (int64) says to which support each belongs."""
+    votes = _Votes(selection_VE, combine_VE, group_V, supports, spec, 1 if coverage >= 1.0 else candidate_factor)
+    total_GE, natural_GE = votes.total(votes.units_VC), votes.total(votes.units_VC, spec.top_k)
+    used_GE = votes.named(spec.top_k)
+
+    support_GE = used_GE if coverage >= 1.0 else votes.named(1)
+    support_GE = _add_heaviest(support_GE, total_GE, natural_GE, coverage)
+    support_GE = _fill_deficits(support_GE, votes, coverage)
+    support_GE = _make_feasible(support_GE, selection_VE, votes)
+    support_GE = settle(support_GE, used_GE, total_GE, coverage, max_support, least_saving)
+    return support_GE | ~used_GE.any(dim=1, keepdim=True)
+
+
+def settle(
+    support_GE: Tensor,
+    used_GE: Tensor,
+    total_GE: Tensor,
+    coverage: float,
+    max_support: int | None,
+    least_saving: float,
+) -> Tensor:
+    """Compiled supports, cut to ``max_support``; or all experts where one would not pay. No host sync.
+
+    Args:
+        support_GE: bool, as compiled.
+        used_GE: bool, experts in the voting rows' natural top-k.
+        total_GE: weight of each expert over the rows that have it among their candidates.
+        coverage, max_support, least_saving: see `compile_support`.
+    """
+    size_G1 = support_GE.sum(dim=1, keepdim=True)
+    if max_support is not None:
+        heaviest_GM = total_GE.argsort(dim=1, descending=True, stable=True)[:, :max_support]
+        cut_GE = torch.zeros_like(support_GE).scatter_(1, heaviest_GM, True)
+        return torch.where(size_G1 > max_support, cut_GE, support_GE)
+    if coverage >= 1.0 or least_saving <= 0.0:
+        return support_GE
+    return support_GE | (size_G1 > (1.0 - least_saving) * used_GE.sum(dim=1, keepdim=True))
+
+
+class _Votes:
+    """Each voting row's candidate experts, in the order in which the row would choose them: natural top-k first.
+
+    Attributes:
+        ids_VC, weights_VC: experts, and their weights in fp32.
+        at_VC: the experts' places in a flattened ``[G,E]``.
+        units_VC: int64, the weights in `UNITS`.
+        own_V: natural weight of each row.
+    """
+
+    def __init__(
+        self, selection_VE: Tensor, combine_VE: Tensor, group_V: Tensor, supports: int, spec: RouterSpec, factor: int
+    ):
+        self.group_V, self.shape, self.spec = group_V, (supports, spec.num_experts), spec
+        # Only the grouped kind has groups to stay in: what lies elsewhere a row could not choose.
+        usable = spec.topk_group * spec.group_size if spec.kind == "sigmoid_group" else spec.num_experts
+        self.ids_VC = natural_order(selection_VE, spec, min(factor * spec.top_k, usable))
+        self.at_VC = self.ids_VC if supports == 1 else self.ids_VC + (group_V * spec.num_experts).unsqueeze(1)
+        self.weights_VC = combine_VE.gather(1, self.ids_VC).clamp_min_(0.0)
+        self.units_VC = in_units(self.weights_VC)
+        self.own_V = self.weights_VC[:, : spec.top_k].sum(1)
+
+    def total(self, units_VC: Tensor, count: int | None = None) -> Tensor:
+        """Sum of a per-candidate quantity over the rows, by expert: ``[G,E]``; of the first ``count`` candidates."""
+        return _add_up(self.at_VC[:, :count], units_VC[:, :count], self.shape)
+
+    def named(self, count: int, rows_N: Tensor | None = None) -> Tensor:
+        """Experts among the first ``count`` candidates of the rows: bool ``[G,E]``."""
+        at_NC = self.at_VC[:, :count] if rows_N is None else self.at_VC[rows_N, :count]
+        marks = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool, device=at_NC.device)
+        return marks.scatter_(0, at_NC.reshape(-1), True).view(self.shape)
+
+
+def in_units(weights: Tensor) -> Tensor:
+    """Weights as whole numbers of 1 / UNITS: int64."""
+    return (weights.double() * UNITS).long()
+
+
+def _add_up(at_VC: Tensor, units_VC: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Sum by support and expert: int64 ``[G,E]``."""
+    sums = torch.zeros(shape[0] * shape[1], dtype=torch.int64, device=at_VC.device)
+    return sums.scatter_add_(0, at_VC.reshape(-1), units_VC.reshape(-1)).view(shape)
+
+
+def _inside(at_VC: Tensor, support_GE: Tensor) -> Tensor:
+    """Candidates inside the support: bool ``[V,C]``."""
+    return support_GE.view(-1).index_select(0, at_VC.view(-1)).view_as(at_VC)
+
+
+def _add_heaviest(support_GE: Tensor, total_GE: Tensor, natural_GE: Tensor, coverage: float) -> Tensor:
+    """Add experts by total candidate weight until the share ``coverage`` of the natural weight is inside."""
+    # What is inside already comes first, whatever it weighs.
+    first_GE = total_GE.masked_fill(support_GE, torch.iinfo(torch.int64).max)
+    order_GE = first_GE.argsort(dim=1, descending=True, stable=True)
+    held_GE = natural_GE.gather(1, order_GE)
+    sum_GE = held_GE.cumsum(1)
+    needed_GE = (sum_GE - held_GE).double() < coverage * sum_GE[:, -1:].double()
+    return support_GE | torch.zeros_like(support_GE).scatter_(1, order_GE, needed_GE)
+
+
+def _fill_deficits(support_GE: Tensor, votes: _Votes, coverage: float) -> Tensor:
+    """While a row's best K candidates inside weigh too little, add the expert that fills the most missing weight."""
+    at_VC, weights_VC, target_V, group_V = votes.at_VC, votes.weights_VC, coverage * votes.own_V, votes.group_V
+    while True:
+        inside_VC = _inside(at_VC, support_GE)
+        best_VC = inside_VC & (inside_VC.cumsum(-1) <= votes.spec.top_k)
+        deficit_V = target_V - (weights_VC * best_VC).sum(-1)
+        # fp32 sums of the same numbers in another order differ in the last bits; a row that close to its target has it.
+        short_V = deficit_V > 1e-6 * target_V
+        if not bool(short_V.any()):
+            return support_GE
+        # Supports without a short row are done; all rows of the others are looked at again.
+        rows_N = torch.isin(group_V, group_V[short_V]).nonzero().squeeze(1)
+        at_VC, weights_VC, target_V, group_V = (x[rows_N] for x in (at_VC, weights_VC, target_V, group_V))
+        missing_N1 = (deficit_V * short_V)[rows_N].unsqueeze(-1)
+        gain_GE = _add_up(at_VC, in_units(torch.minimum(weights_VC, missing_N1)), votes.shape)
+        gain_GE = gain_GE.masked_fill(support_GE, 0)
+        best_G1 = gain_GE.argmax(dim=1, keepdim=True)
+        added_G1 = gain_GE.gather(1, best_G1) > 0
+        if not bool(added_G1.any()):
+            return support_GE
+        support_GE = support_GE.scatter(1, best_G1, support_GE.gather(1, best_G1) | added_G1)
+
+
+def _make_feasible(support_GE: Tensor, selection_VE: Tensor, votes: _Votes) -> Tensor:
     """Give every voting row K usable experts: a row that finds fewer brings its natural top-k into the support.
 
-    Then it has K in its natural groups, and chooses those, so one round is enough.
+    Then it has K in its natural groups, and chooses those, so one round is enough. A row with K candidates inside, all
+    in its own groups, need not be asked.
     """
-    num_supports, width, num_experts = selection_BWE.shape
-    flat_TE = selection_BWE.reshape(-1, num_experts)
-    per_row_TE = support_BE.repeat_interleave(width, dim=0)
-    short_BW = (select(flat_TE, spec, per_row_TE) == NO_EXPERT).any(-1).view(num_supports, width) & vote_BW
-    support_BE = support_BE | _union(natural_BWK, short_BW, num_experts)
-    return _with_all_where_nobody_votes(support_BE, vote_BW)
+    spec = votes.spec
+    rows_N = (_inside(votes.at_VC, support_GE).sum(-1) < spec.top_k).nonzero().squeeze(1)
+    if not rows_N.numel():
+        return support_GE
+    chosen_NK = select(selection_VE[rows_N], spec, support_GE[votes.group_V[rows_N]])
+    return support_GE | votes.named(spec.top_k, rows_N[(chosen_NK == NO_EXPERT).any(-1)])

@@ -63,7 +63,7 @@ class LayerStep:
     Attributes:
         rows: what happens to each row; `PaddedRows` where the plan is kept on the device.
         state: the layer's state.
-        cold: the layer compiles its support in this step and reuses nothing.
+        cold: the layer compiles its support in this step, and restricts no row.
     """
 
     rows: ListedRows | PaddedRows
@@ -317,7 +317,8 @@ class ForwardPlan:
     def _list(self) -> ListedRows:
         """The rows as lists. The wait for them also tells which supports fell short in the last forward."""
         supports = [layer.support for layer in self.plan.layers]
-        watched = [(support, support.short_G) for support in supports if support.short_G is not None]
+        rebuilds = self.config.recompile == "shortfall"
+        watched = [(support, support.short_G) for support in supports if rebuilds and support.short_G is not None]
         rows, flags = list_rows(self.masks, self.places, *(short_G.to(self.ids_BS.device) for _, short_G in watched))
         for support in supports:
             support.rebuild_G = support.short_G = None
@@ -428,7 +429,7 @@ class ForwardPlan:
             self.plan.moves += 1
         state.last_forward, state.weights = self.number, weights
         self.layer_rows[layer] = rows
-        return LayerStep(rows, state, cold)
+        return LayerStep(rows, state, cold or (self.refresh and self.config.recompile == "refresh"))
 
     def _moved_rows(self, x_TH: Tensor, state: LayerState) -> ListedRows | PaddedRows:
         """A layer's rows: those of the forward without the ones whose input has hardly moved."""

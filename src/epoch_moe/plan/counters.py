@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epoch_moe.plan.recorder import HISTORY_LENGTH, ExpertRecorder
 
-_INTEGERS = ("pairs", "active_experts", "support_experts", "supports", "rows")
+_INTEGERS = ("pairs", "active_experts", "support_experts", "supports", "rows", "unpaid")
 _FLOATS = ("covered_weight", "natural_weight")
 
 
@@ -31,6 +31,7 @@ class LayerWork:
         weight_bytes: bytes of weights that those experts hold.
         support_experts, supports: experts in supports that restricted rows, and how many such supports there were,
             summed over forwards.
+        unpaid: supports that were compiled and not kept, because they would have left out too few experts.
         covered_weight, natural_weight: routing weight of restricted rows inside their support, and in all.
     """
 
@@ -42,6 +43,7 @@ class LayerWork:
     supports: int
     covered_weight: float
     natural_weight: float
+    unpaid: int = 0
 
     @property
     def support_size(self) -> float:
@@ -111,6 +113,11 @@ class Work:
         """Share of the restricted rows' natural routing weight that their supports held."""
         return self.total.coverage
 
+    @property
+    def unpaid(self) -> int:
+        """Supports that were compiled and not kept, because they would have left out too few experts."""
+        return self.total.unpaid
+
     def __add__(self, other: Work) -> Work:
         layers = tuple(
             LayerWork(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(LayerWork)})
@@ -127,7 +134,7 @@ class Work:
             values = {name: getattr(work, name) for name in names}
             return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
-        shared = ("rows", "pairs", "active_experts", "weight_bytes", "support_size", "coverage")
+        shared = ("rows", "pairs", "active_experts", "weight_bytes", "support_size", "coverage", "unpaid")
         own = ("forwards", "forward_rows", "attention_pairs", "dense_rows", "lm_head_rows")
         return {
             **numbers(self, (*own, *shared)),
@@ -226,6 +233,10 @@ class Counters:
         weights = self._of(self._floats, support_GE.device, len(_FLOATS), torch.float64)
         weights[layer, 0] += covered_R.sum(dtype=torch.float64)
         weights[layer, 1] += natural_R.sum(dtype=torch.float64)
+
+    def add_unpaid(self, layer: int, unpaid_G: Tensor) -> None:
+        """One layer's supports that were compiled and not kept."""
+        self._of(self._integers, unpaid_G.device, len(_INTEGERS), torch.int64)[layer, 5] += unpaid_G.sum()
 
     def _of(self, store: dict[torch.device, Tensor], device: torch.device, width: int, dtype: torch.dtype) -> Tensor:
         # One tensor per device: a model spread by device_map has layers on several.

@@ -60,6 +60,7 @@ class Slots:
     Attributes:
         active_S: bool, slots with state that have rows here.
         cold_S: bool, those of them that are in the first forward of their block.
+        full_S: bool, those of them that recompute all rows.
         generation_S, block_S: int64, the key.
         forwards_S: int64, finished forwards of the block.
         trouble: bool ``[5]``, see `_TROUBLE`.
@@ -67,6 +68,7 @@ class Slots:
 
     active_S: Tensor
     cold_S: Tensor
+    full_S: Tensor
     generation_S: Tensor
     block_S: Tensor
     forwards_S: Tensor
@@ -248,7 +250,10 @@ class RowStore:
         ids_T = ids_T.to(torch.int64, copy=True)
         slots, classes, places = self._classify(keys, ids_T, live_T, mask_id, changed_T)
         masks = decide_rows(classes, restrict_new=self.config.restrict_new)
-        rebuild_LS = slots.cold_S | (self._short_LS & slots.active_S)
+        if self.config.recompile == "refresh":
+            rebuild_LS = slots.full_S.expand_as(self._short_LS)
+        else:
+            rebuild_LS = slots.cold_S | (self._short_LS & slots.active_S)
         rows, flags = list_rows(masks, places, slots.trouble, rebuild_LS.any(dim=1))
         self._refuse(flags[: len(_TROUBLE)])
         self._adopt(masks, slots, places, ids_T)
@@ -321,7 +326,7 @@ class RowStore:
             full_T=of_slot(full_S),
         )
         places = RowPlaces(num_slots, window, window, keys.slot_T, entry_T, entry_T)
-        return Slots(active_S, cold_S, generation_S, block_S, forwards_S, trouble), classes, places
+        return Slots(active_S, cold_S, full_S, generation_S, block_S, forwards_S, trouble), classes, places
 
     def _adopt(self, masks: RowMasks, slots: Slots, places: RowPlaces, ids_T: Tensor) -> None:
         """Take over the keys of this forward, and void the entries that it could not use."""

@@ -52,6 +52,11 @@ class PackedRows:
         return self.places.total
 
     @property
+    def votes_R(self) -> Tensor:
+        """Bool, rows that a support is compiled from."""
+        return self.vote_R < self.places.groups * self.places.block_len
+
+    @property
     def all_fresh(self) -> bool:
         """Every one of the T rows is fresh, and the host knows it."""
         return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.atlas import compile_support
+from epoch_moe.plan.atlas import check_size, compile_rows
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows, PackedRows, true_places
 from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
@@ -53,8 +53,13 @@ class Selection(Protocol):
         """Each row's top-k; with ``support_GE``, inside the support that ``group_R`` names."""
         ...
 
-    def compile(self, selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None) -> Tensor:
-        """Supports ``[G,E]``; those outside ``only_G`` come out without meaning."""
+    def compile(
+        self, rows: PackedRows, group_R: Tensor, groups: int, only_G: Tensor | None, shared: SharedSupport | None
+    ) -> Tensor:
+        """Supports ``[G,E]`` from the voting rows; those outside ``only_G`` come out without meaning.
+
+        See `epoch_moe.plan.atlas.compile_support`.
+        """
         ...
 
 
@@ -81,11 +86,33 @@ class TorchSelection:
         weights_RK = combine_weights(self.scores.combine_TE, ids_RK, self.spec, self.dtype)
         return Chosen(ids_RK, weights_RK, _weight(self.scores, ids_RK))
 
-    def compile(self, selection_GWE: Tensor, weights_GWE: Tensor, votes_GW: Tensor, only_G: Tensor | None) -> Tensor:
+    def compile(
+        self, rows: PackedRows, group_R: Tensor, groups: int, only_G: Tensor | None, shared: SharedSupport | None
+    ) -> Tensor:
         """See `Selection`. Waits for the device."""
-        coverage, factor = self.config.coverage, self.config.candidate_factor
-        assert coverage is not None
-        return compile_support(selection_GWE, weights_GWE, votes_GW, self.spec, coverage, factor)
+        assert isinstance(rows, ListedRows) and self.config.coverage is not None
+        voting_R = rows.votes_R
+        if only_G is None:
+            voting_V = true_places(voting_R, rows.num_voting)
+        else:
+            voting_V = (voting_R & only_G[group_R]).nonzero().squeeze(1)
+        selection_VE, weights_VE = self.scores.selection_TE[voting_V], self.scores.combine_TE[voting_V]
+        group_V = group_R[voting_V]
+        if shared is not None:
+            selection_VE, weights_VE, here_V = shared.gather(selection_VE, weights_VE)
+            selection_VE, weights_VE = selection_VE[here_V], weights_VE[here_V]
+            group_V = torch.zeros_like(selection_VE[:, 0], dtype=torch.int64)
+        return compile_rows(
+            selection_VE,
+            weights_VE,
+            group_V,
+            groups,
+            self.spec,
+            self.config.coverage,
+            self.config.candidate_factor,
+            max_support=self.config.max_support,
+            least_saving=self.config.least_saving,
+        )
 
 
 @dataclass
@@ -95,12 +122,15 @@ class SupportState:
     Attributes:
         fixed: `support_GE` and `short_G` keep their memory, and every forward reads the flags of the last one on the
             device (`rebuild_G` is always a mask then). For rows in their padded form.
-        support_GE: bool, experts that restricted rows may choose; None before the cold pass.
+        support_GE: bool, experts that restricted rows may choose; None before the cold pass. One that holds all
+            experts restricts nothing.
         short_G: bool, supports that held too little of their rows' weight in the last forward (read on the host
             once per forward for all layers).
         rebuild_G: bool, supports to compile anew in this forward; None = none.
+        unpaid_G: bool, supports that the last forward compiled and did not keep, because they would not have paid;
+            None where it compiled none. For the counters, as are the others.
         used_G: bool, supports that the restricted rows of the last forward belong to; None where there was no such
-            row. For the counters, as are the next two.
+            row.
         covered_R, natural_R: fp32, routing weight of the restricted rows inside the support and in all, of the last
             forward; None where nothing was restricted.
     """
@@ -109,17 +139,18 @@ class SupportState:
     support_GE: Tensor | None = None
     short_G: Tensor | None = None
     rebuild_G: Tensor | None = None
+    unpaid_G: Tensor | None = None
     used_G: Tensor | None = None
     covered_R: Tensor | None = None
     natural_R: Tensor | None = None
 
-    def begin(self) -> None:
-        """Forget what the last forward left for the counters, and with ``fixed`` take up its shortfalls."""
-        self.used_G = self.covered_R = self.natural_R = None
+    def begin(self, rebuilds: bool) -> None:
+        """Forget what the last forward left for the counters; with ``fixed``, ``rebuilds``: take up its shortfalls."""
+        self.unpaid_G = self.used_G = self.covered_R = self.natural_R = None
         if not self.fixed:
             self.short_G = None
         elif self.short_G is not None:
-            self.rebuild_G = self.short_G.clone()
+            self.rebuild_G = self.short_G.clone() if rebuilds else None
             self.short_G.zero_()
 
     def keep(self, support_GE: Tensor) -> None:
@@ -132,11 +163,13 @@ class SupportState:
             self.short_G = torch.zeros_like(support_GE[:, 0])
 
     def fell_short(self, short_G: Tensor) -> None:
-        """Have these supports compiled anew on the next forward."""
+        """Note which supports held too little in this forward."""
         self.short_G = short_G if self.short_G is None else self.short_G.copy_(short_G)
 
     def count(self, counters: Counters, layer: int) -> None:
         """Add what the last forward restricted, if anything."""
+        if self.unpaid_G is not None:
+            counters.add_unpaid(layer, self.unpaid_G)
         if self.used_G is None:
             return
         assert self.support_GE is not None and self.covered_R is not None and self.natural_R is not None
@@ -144,8 +177,15 @@ class SupportState:
 
 
 def uses_support(spec: RouterSpec, config: EpochConfig) -> bool:
-    """Whether ATLAS does anything: the block-pool router (LLaDA2.2) restricts itself."""
-    return config.coverage is not None and spec.kind != "block_pool"
+    """Whether ATLAS does anything: the block-pool router (LLaDA2.2) restricts itself.
+
+    Raises:
+        ValueError: ``max_support`` is below top-k.
+    """
+    if config.coverage is None or spec.kind == "block_pool":
+        return False
+    check_size(config.max_support, spec)
+    return True
 
 
 def route_fresh(
@@ -174,18 +214,20 @@ def route_fresh(
     by = TorchSelection(scores, spec, config, dtype, pools_RE) if by is None else by
     natural = by.choose()
     free = Routing(natural.ids_RK, natural.weights_RK)
-    state.begin()
+    state.begin(config.recompile == "shortfall")
     if not uses_support(spec, config):
         return free
     if cold or state.support_GE is None:
-        state.keep(_compile(scores, by, rows, config, shared=shared))
+        _compile(by, rows, state, config, None, shared)
         return free
     if state.rebuild_G is not None:
-        rebuilt_GE = _compile(scores, by, rows, config, state.rebuild_G, shared)
-        state.keep(torch.where(state.rebuild_G.unsqueeze(1), rebuilt_GE, state.support_GE))
-    if not config.restrict_new:
+        _compile(by, rows, state, config, state.rebuild_G, shared)
+    if config.join and not config.restrict_new:
         state.keep(_join(state.support_GE, natural.ids_RK, rows.joining_R, rows, config, shared))
     if not rows.may_restrict and shared is None:
+        return free
+    # Where looking costs nothing, supports that hold all experts are not looked up. All ranks see the same here.
+    if isinstance(rows, ListedRows) and state.support_GE.is_cpu and bool(state.support_GE.all()):
         return free
     return _restricted(scores, natural, by, rows, state, config, shared)
 
@@ -196,36 +238,24 @@ def _group_of(rows: PackedRows, config: EpochConfig) -> Tensor:
 
 
 def _compile(
-    scores: Scores,
     by: Selection,
     rows: PackedRows,
+    state: SupportState,
     config: EpochConfig,
-    only_G: Tensor | None = None,
-    shared: SharedSupport | None = None,
-) -> Tensor:
-    """Supports ``[G,E]`` from this forward's voting rows; those outside ``only_G`` come out without meaning."""
-    num_experts, places = scores.selection_TE.shape[1], rows.places.groups * rows.places.block_len
-    device = scores.selection_TE.device
-    if shared is not None:
-        assert isinstance(rows, ListedRows)
-        voting = true_places(rows.vote_R < places, rows.num_voting)
-        selection, weights, votes = shared.gather(scores.selection_TE[voting], scores.combine_TE[voting])
-    else:
-        # Behind the block's places lies one more, for the rows that do not vote.
-        grids = scores.selection_TE.new_zeros(2, places + 1, num_experts)
-        selection, weights = grids[:, :places]
-        grids[0].index_copy_(0, rows.vote_R, scores.selection_TE)
-        grids[1].index_copy_(0, rows.vote_R, scores.combine_TE)
-        # Rows of supports that nobody asked for do not vote: filling their deficits would take rounds for nothing.
-        asked_R = torch.ones_like(rows.restricted_R) if only_G is None else only_G[_group_of(rows, config)]
-        votes = torch.zeros(places + 1, dtype=torch.bool, device=device).index_copy_(0, rows.vote_R, asked_R)[:places]
-    groups = rows.places.groups if config.support_scope == "sequence" else 1
-    return by.compile(
-        selection.reshape(groups, -1, num_experts),
-        weights.reshape(groups, -1, num_experts),
-        votes.view(groups, -1),
-        only_G,
-    )
+    only_G: Tensor | None,
+    shared: SharedSupport | None,
+) -> None:
+    """Compile the supports (of ``only_G``) from this forward's voting rows, and keep them."""
+    group_R, groups = _group_of(rows, config), rows.places.groups if config.support_scope == "sequence" else 1
+    support_GE = by.compile(rows, group_R, groups, only_G, shared)
+    voted_G = torch.zeros(groups, dtype=torch.int32, device=support_GE.device)
+    voted_G = voted_G.scatter_add_(0, group_R, rows.votes_R.to(torch.int32)) > 0
+    state.unpaid_G = support_GE.all(dim=1) & voted_G
+    if only_G is not None:
+        assert state.support_GE is not None
+        state.unpaid_G &= only_G
+        support_GE = torch.where(only_G.unsqueeze(1), support_GE, state.support_GE)
+    state.keep(support_GE)
 
 
 def _join(
@@ -256,10 +286,12 @@ def _restricted(
     shared: SharedSupport | None = None,
 ) -> Routing:
     assert state.support_GE is not None
-    group_R, restricted_R = _group_of(rows, config), rows.restricted_R
+    group_R, num_experts = _group_of(rows, config), state.support_GE.shape[1]
+    # The forward that compiles a support anew is a cold pass for its rows, and one of all experts restricts none.
+    free_G = state.support_GE.all(dim=1)
     if state.rebuild_G is not None:
-        # The forward that compiles a support anew is a cold pass for its rows.
-        restricted_R = restricted_R & ~state.rebuild_G[group_R]
+        free_G = free_G | state.rebuild_G
+    restricted_R = rows.restricted_R & ~free_G[group_R]
     state.used_G = _per_group(restricted_R.float(), rows, config) > 0
     natural_R = torch.where(restricted_R, natural.total_R, 0.0)
     if config.on_miss == "expand":
@@ -267,24 +299,24 @@ def _restricted(
         state.natural_R = state.covered_R = natural_R
         return Routing(natural.ids_RK, natural.weights_RK)
 
-    if config.on_miss == "drop":
-        # A dropped pair takes its weight along: the others keep theirs, so the error is the dropped output alone.
-        held_RK = state.support_GE[group_R].gather(1, natural.ids_RK.clamp_min(0))
-        ids_RK = natural.ids_RK.masked_fill(~held_RK, NO_EXPERT)
-        inside = Chosen(ids_RK, natural.weights_RK.masked_fill(ids_RK == NO_EXPERT, 0.0), _weight(scores, ids_RK))
-    else:
-        inside = by.choose(state.support_GE, group_R)
-    covered_R = torch.where(restricted_R, torch.minimum(inside.total_R, natural.total_R), 0.0)
+    place_RK = group_R.unsqueeze(1) * num_experts + natural.ids_RK.clamp_min(0)
+    held_RK = state.support_GE.reshape(-1)[place_RK] & (natural.ids_RK != NO_EXPERT)
+    held_ids_RK = natural.ids_RK.masked_fill(~held_RK, NO_EXPERT)
+    covered_R = torch.where(restricted_R, _weight(scores, held_ids_RK), 0.0)
     sums_2G = torch.stack([_per_group(covered_R, rows, config), _per_group(natural_R, rows, config)])
     covered_G, natural_G = sums_2G if shared is None else shared.total(sums_2G)
     short_G = covered_G < config.floor * natural_G
     state.fell_short(short_G)
     state.covered_R, state.natural_R = covered_R, natural_R
-    # The watch acts at once (these rows route freely in this forward), and the next forward compiles the support anew.
+    if config.on_miss == "drop":
+        # A dropped pair takes its weight along: the others keep theirs, so the error is the dropped output alone.
+        ids_RK, weights_RK = held_ids_RK, natural.weights_RK.masked_fill(~held_RK, 0.0)
+    else:
+        ids_RK, weights_RK, _ = by.choose(state.support_GE, group_R)
+    # The watch acts at once: these rows route freely in this forward.
     inside_R1 = (restricted_R & ~short_G[group_R]).unsqueeze(1)
     return Routing(
-        torch.where(inside_R1, inside.ids_RK, natural.ids_RK),
-        torch.where(inside_R1, inside.weights_RK, natural.weights_RK),
+        torch.where(inside_R1, ids_RK, natural.ids_RK), torch.where(inside_R1, weights_RK, natural.weights_RK)
     )
 
 
