@@ -20,7 +20,7 @@ def aot_cases() -> list[AotCase]:
     between = {"ids": "*i32", "weights": "*fp32", "dense": "*fp32", "target": "*fp32"}
     natural, outs = {"natural": "*i32"}, {"member": "*u8", "out": "*u8", "width": "i32"}
     rows_signature = inputs | natural | between | {"width": "i32", "coverage": "fp32"}
-    by_expert = {"marks": "*u8", "only": "*u8", "key": "*i32", "held": "*fp32", "total": "*fp32"}
+    by_expert = {"marks": "*u8", "only": "*u8", "key": "*i32", "held": "*fp32"}
     support_signature = by_expert | between | outs | {"coverage": "fp32"}
     supports, width, top_k = 64, 32, 8
     rows, candidates = supports * width, 4 * top_k
@@ -70,7 +70,7 @@ def aot_cases() -> list[AotCase]:
                 support_signature,
                 _support_constexprs(num_experts, top_k, candidates, width, True),
                 _config(width)["num_warps"],
-                left + 7 * held,
+                left + 3 * held,
                 True,
             ),
             case(
@@ -79,7 +79,7 @@ def aot_cases() -> list[AotCase]:
                 support_signature,
                 _support_constexprs(num_experts, top_k, candidates, rows, True),
                 _config(rows)["num_warps"],
-                left + 7 * num_experts,
+                left + 3 * num_experts,
                 True,
                 f"{model}, 1 x {rows} rows",
             ),

@@ -22,8 +22,8 @@ class EpochConfig:
     Attributes:
         coverage: share of the live rows' natural routing weight (that of their natural top-k) that lies inside a
             layer's expert support when it is compiled in a block's cold pass (ATLAS). None = all experts, no support;
-            1.0 = the union of the rows' natural top-k. LLaDA2.2's router brings its own
-            pools of experts: there this and the other fields about supports change nothing.
+            1.0 = the union of the rows' natural top-k. LLaDA2.2's router brings its own pools of experts: there this
+            and the other fields about supports change nothing.
         least_saving: a support that would leave out less than this share of the experts that these rows use is not
             kept: its layer runs without one, and it is counted (`Work.unpaid`). No effect where ``coverage`` is 1.
         candidate_factor: a row's candidates for the support are its best ``candidate_factor * K`` experts.
@@ -31,7 +31,7 @@ class EpochConfig:
             inside the support, ``"drop"`` those pairs, or ``"expand"`` the support by them (lossless).
         max_support: most experts of a support: where ``coverage`` asks for more it holds the heaviest ones, is kept
             whatever it saves, and is not watched. Not with ``join``, ``on_miss="expand"`` or ``coverage_floor``, which
-            would grow or undo it. None = no limit.
+            would grow or undo it. At least top-k. None = no limit.
         restrict_new: False lets rows whose output will be cached (newly decoded or refreshed) route without
             restriction, and tokens that the decoder may still edit. True restricts them too.
         join: the experts of rows that are newly decoded join the support. It grows by them (from 31 to 82 experts in

@@ -67,7 +67,7 @@ def atlas(
     used = {e for ids in natural.values() for e in ids}
     cand = {i: candidates(selection[i], combine[i], spec, 1 if coverage >= 1.0 else factor) for i in rows}
     own = {i: sum(combine[i][e] for e in natural[i]) for i in rows}
-    total = {e: sum(c.get(e, 0.0) for c in cand.values()) for e in everything}
+    total = {e: sum(combine[i][e] for i in rows if e in natural[i]) for e in everything}
     heaviest = sorted(total, key=lambda e: (-total[e], e))
 
     support = used if coverage >= 1.0 else {ids[0] for ids in natural.values()}

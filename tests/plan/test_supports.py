@@ -14,9 +14,12 @@ import epoch_moe.freshlane.lane
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
+from epoch_moe.plan.rules import RowPlaces
 from epoch_moe.plan.support import SupportState, route_fresh
-from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, select
+from epoch_moe.problems import generate_problems
+from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, router_scores, select
 
 
 @dataclass
@@ -212,3 +215,104 @@ def test_finished_sequences_do_not_count_as_supports() -> None:
     work = context.counters.read()
     assert work.total.supports == len(sizes) == 4
     assert work.support_size == sum(sizes) / 4 < 16
+
+
+MINI = RouterSpec(
+    kind="sigmoid_group", num_experts=256, top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5
+)
+
+
+def _block(groups: int = 1, width: int = 32, seed: int = 0) -> tuple[Scores, ListedRows]:
+    """Router scores of live rows that are alike, as a block's are, and the rows: all restricted, all voting."""
+    gen = torch.Generator().manual_seed(seed)
+    common, own = torch.randn(groups, 1, 256, generator=gen), torch.randn(groups, width, 256, generator=gen)
+    logits_TE = (0.88**0.5 * common + 0.12**0.5 * own).view(-1, 256)
+    row_T = torch.arange(groups * width)
+    none, yes_T = row_T[:0], row_T >= 0
+    rows = ListedRows(
+        places=RowPlaces(groups, width, width, row_T // width, row_T, row_T), fresh_R=row_T, restricted_R=yes_T,
+        joining_R=~yes_T, vote_R=row_T, group_R=row_T // width, entry_R=row_T, store_src=none, store_dst=none,
+        reuse_src=none, reuse_dst=none, num_rows=len(row_T), num_restricted=len(row_T), num_voting=len(row_T),
+    )  # fmt: skip
+    return router_scores(logits_TE, None, MINI), rows
+
+
+def _twice(config: EpochConfig, groups: int = 1) -> tuple[SupportState, Routing, Routing]:
+    """A cold pass, and a second forward with the very same scores."""
+    scores, rows = _block(groups)
+    state = SupportState()
+    cold, warm = (
+        route_fresh(scores, MINI, rows, state, config, cold=first, dtype=torch.float32) for first in (True, False)
+    )
+    return state, cold, warm
+
+
+@pytest.mark.parametrize("coverage", [0.95, 0.8])
+@pytest.mark.parametrize("on_miss", ["reselect", "drop"])
+def test_a_support_holds_its_share_of_the_logits_that_it_was_compiled_from(on_miss: str, coverage: float) -> None:
+    config = EpochConfig(on_miss=on_miss, coverage=coverage, coverage_floor=coverage, least_saving=0.0)  # type: ignore[arg-type]
+    state, cold, warm = _twice(config)
+    assert state.support_GE is not None and state.short_G is not None and not state.short_G.any()
+    held_TK = state.support_GE[0][cold.ids_TK]
+    dense_TE = _block()[0].combine_TE
+    natural_TK = dense_TE.gather(1, cold.ids_TK)
+    held = float((natural_TK * held_TK).sum() / natural_TK.sum())
+    assert coverage <= held < 1.0
+    torch.testing.assert_close(state.covered_R, (natural_TK * held_TK).sum(1))
+    torch.testing.assert_close(state.natural_R, natural_TK.sum(1))
+    if on_miss == "drop":
+        assert (warm.ids_TK == NO_EXPERT).sum() == (~held_TK).sum() > 0
+        assert torch.equal(warm.ids_TK == NO_EXPERT, ~held_TK)
+    else:
+        assert (warm.ids_TK != NO_EXPERT).all() and state.support_GE[0][warm.ids_TK].all()
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("on_miss", ["reselect", "drop"])
+def test_a_largest_size_is_never_exceeded_nor_undone(on_miss: str, scope: str) -> None:
+    config = EpochConfig(max_support=12, on_miss=on_miss, support_scope=scope)  # type: ignore[arg-type]
+    state, _, warm = _twice(config, groups=3)
+    assert state.support_GE is not None and (state.support_GE.sum(1) == 12).all()
+    assert state.short_G is not None and not state.short_G.any()
+    group_T = _block(3)[1].group_R if scope == "sequence" else torch.zeros(96, dtype=torch.long)
+    inside_TK = state.support_GE[group_T].gather(1, warm.ids_TK.clamp_min(0))
+    assert (inside_TK | (warm.ids_TK == NO_EXPERT)).all() and (warm.ids_TK != NO_EXPERT).any(1).all()
+    with pytest.raises(ValueError, match="max_support=7 must be at least top_k=8"):
+        _twice(EpochConfig(max_support=7))
+
+
+def test_a_support_that_would_not_pay_is_not_kept_and_counted() -> None:
+    scores, rows = _block(2)
+    used = [select(scores.selection_TE[rows.group_R == g], MINI).unique().numel() for g in range(2)]
+    sizes = _twice(EpochConfig(least_saving=0.0), 2)[0].support_GE.sum(1)  # type: ignore[union-attr]
+    saved = [1 - int(size) / n for size, n in zip(sizes, used, strict=True)]
+    assert saved[0] != saved[1]
+    between = sum(saved) / 2
+    assert between > 0
+    state = SupportState()
+    config = EpochConfig(least_saving=between)
+    route_fresh(scores, MINI, rows, state, config, cold=True, dtype=torch.float32)
+    assert state.support_GE is not None and state.support_GE.all(1).tolist() == [s < between for s in saved]
+    counters = Counters(1, [1])
+    state.count(counters, 0)
+    assert counters.read().unpaid == counters.read().as_dict()["unpaid"] == 1
+    warm = route_fresh(scores, MINI, rows, state, config, cold=False, dtype=torch.float32)
+    free = rows.group_R == int(saved[1] < between)
+    assert torch.equal(warm.ids_TK[free], select(scores.selection_TE, MINI)[free])
+    assert state.used_G is not None and state.used_G.tolist() == [s >= between for s in saved]
+
+
+def test_compiled_anew_at_refreshes_only(routed: list[Routed]) -> None:
+    config = EpochConfig(coverage=0.5, coverage_floor=0.5, least_saving=0.0, recompile="refresh", refresh_interval=3)
+    list(planned(patched_model(), _still(6), config))  # type: ignore[arg-type]
+    assert [call.cold for call in routed] == [True, True, False, False, False, False] * 2
+    assert all(call.rebuild_G is None for call in routed)
+
+
+def test_shortfalls_are_rare_on_the_tiny_checkpoint() -> None:
+    model, tokenizer = epoch_moe.load_model("tiny-llada2")
+    epoch_moe.patch(model)
+    prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in generate_problems(8, 3)]
+    work = epoch_moe.generate(model, prompts, gen_length=64).counters.read()
+    assert work.fallbacks.get("shortfall", 0) < 0.02 * work.forwards * len(work.per_layer) * len(prompts)
+    assert work.unpaid > 0

@@ -7,7 +7,7 @@ Three launches, whatever the supports come to:
 
 1. `rows_kernel`, one program per row: natural top-k, candidates, target. The rows' best experts are marked (for
    coverage 1.0 their whole top-k, and that is all there is to do without a largest size).
-2. `support_kernel`, one program per support: experts by total weight until enough natural weight is inside, then the
+2. `support_kernel`, one program per support: experts by natural weight until enough natural weight is inside, then the
    filling of single rows. Programs do not talk to each other, so nothing has to be resident at the same time.
 3. `feasible_kernel`, one program per row: a row that finds fewer than K experts brings its natural ones.
 
@@ -95,7 +95,7 @@ def _compile(
     def zeros(dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(supports, num_experts, dtype=dtype, device=device)
 
-    marks, used, out, total = zeros(), zeros(), zeros(), zeros(torch.float32)
+    marks, used, out, held = zeros(), zeros(), zeros(), zeros(torch.float32)
     union = coverage >= 1.0 and max_support is None
     rows = 0 if union else supports * width
 
@@ -131,7 +131,7 @@ def _compile(
                 num_stages=1,
             )
             if not union:
-                key, held = scratch(supports, num_experts), scratch(supports, num_experts, dtype=torch.float32)
+                key = scratch(supports, num_experts)
                 member = scratch(supports, num_experts, dtype=torch.uint8)
                 support_kernel[(supports,)](
                     marks,
@@ -142,7 +142,6 @@ def _compile(
                     target,
                     key,
                     held,
-                    total,
                     member,
                     out,
                     width,
@@ -165,7 +164,7 @@ def _compile(
                     num_stages=1,
                 )
     support_GE, used_GE = (t.view(torch.bool) for t in (marks if union else out, used))
-    support_GE = settle(support_GE, used_GE, total, coverage, max_support, least_saving)
+    support_GE = settle(support_GE, used_GE, held, coverage, max_support, least_saving)
     support_GE = support_GE | ~vote_GW.any(dim=1, keepdim=True)
     return support_GE if only_G is None else support_GE & only_G.unsqueeze(1)
 

@@ -110,7 +110,6 @@ def support_kernel(
     target,
     key,
     held,
-    total,
     member,
     out,
     width,
@@ -138,18 +137,15 @@ def support_kernel(
     chunk_R = tl.arange(0, ROWS)
     inside_E = tl.load(marks + which * E + expert_E, mask=exists_E, other=0) != 0
 
-    total_E = tl.zeros([E_P], tl.float32)
     held_E = tl.zeros([E_P], tl.float32)
     for start in range(0, width, ROWS):
         row_R = start + chunk_R
         here_RE = (row_R < width)[:, None] & exists_E[None, :]
         dense_RE = tl.load(dense + (first + row_R)[:, None] * E + expert_E[None, :], mask=here_RE, other=0.0)
-        total_E += tl.sum(tl.abs(dense_RE), axis=0)
         held_E += tl.sum(tl.maximum(-dense_RE, 0.0), axis=0)
-    tl.store(total + which * E + expert_E, total_E, mask=exists_E)
 
-    # By total weight, behind what is inside already; an expert is added if those before it hold too little.
-    key_E = tl.where(inside_E, HIGHEST, order_key(total_E, exists_E))
+    # By natural weight, behind what is inside already; an expert is added if those before it hold too little.
+    key_E = tl.where(inside_E, HIGHEST, order_key(held_E, exists_E))
     tl.store(key + expert_E, key_E, mask=exists_E)
     tl.store(held + expert_E, held_E, mask=exists_E)
     tl.debug_barrier()

@@ -89,21 +89,21 @@ def compile_rows(
 ) -> Tensor:
     """`compile_support` of voting rows alone, in any order; ``group_V`` (int64) says to which support each belongs."""
     votes = _Votes(selection_VE, combine_VE, group_V, supports, spec, 1 if coverage >= 1.0 else candidate_factor)
-    total_GE, natural_GE = votes.total(votes.units_VC), votes.total(votes.units_VC, spec.top_k)
+    natural_GE = _add_up(votes.at_VC[:, : spec.top_k], votes.units_VC[:, : spec.top_k], votes.shape)
     used_GE = votes.named(spec.top_k)
 
     support_GE = used_GE if coverage >= 1.0 else votes.named(1)
-    support_GE = _add_heaviest(support_GE, total_GE, natural_GE, coverage)
+    support_GE = _add_heaviest(support_GE, natural_GE, coverage)
     support_GE = _fill_deficits(support_GE, votes, coverage)
     support_GE = _make_feasible(support_GE, selection_VE, votes)
-    support_GE = settle(support_GE, used_GE, total_GE, coverage, max_support, least_saving)
+    support_GE = settle(support_GE, used_GE, natural_GE, coverage, max_support, least_saving)
     return support_GE | ~used_GE.any(dim=1, keepdim=True)
 
 
 def settle(
     support_GE: Tensor,
     used_GE: Tensor,
-    total_GE: Tensor,
+    natural_GE: Tensor,
     coverage: float,
     max_support: int | None,
     least_saving: float,
@@ -113,12 +113,12 @@ def settle(
     Args:
         support_GE: bool, as compiled.
         used_GE: bool, experts in the voting rows' natural top-k.
-        total_GE: weight of each expert over the rows that have it among their candidates.
+        natural_GE: weight of each expert over the rows that have it in their natural top-k.
         coverage, max_support, least_saving: see `compile_support`.
     """
     size_G1 = support_GE.sum(dim=1, keepdim=True)
     if max_support is not None:
-        heaviest_GM = total_GE.argsort(dim=1, descending=True, stable=True)[:, :max_support]
+        heaviest_GM = natural_GE.argsort(dim=1, descending=True, stable=True)[:, :max_support]
         cut_GE = torch.zeros_like(support_GE).scatter_(1, heaviest_GM, True)
         return torch.where(size_G1 > max_support, cut_GE, support_GE)
     if coverage >= 1.0 or least_saving <= 0.0:
@@ -148,10 +148,6 @@ class _Votes:
         self.units_VC = in_units(self.weights_VC)
         self.own_V = self.weights_VC[:, : spec.top_k].sum(1)
 
-    def total(self, units_VC: Tensor, count: int | None = None) -> Tensor:
-        """Sum of a per-candidate quantity over the rows, by expert: ``[G,E]``; of the first ``count`` candidates."""
-        return _add_up(self.at_VC[:, :count], units_VC[:, :count], self.shape)
-
     def named(self, count: int, rows_N: Tensor | None = None) -> Tensor:
         """Experts among the first ``count`` candidates of the rows: bool ``[G,E]``."""
         at_NC = self.at_VC[:, :count] if rows_N is None else self.at_VC[rows_N, :count]
@@ -175,10 +171,11 @@ def _inside(at_VC: Tensor, support_GE: Tensor) -> Tensor:
     return support_GE.view(-1).index_select(0, at_VC.view(-1)).view_as(at_VC)
 
 
-def _add_heaviest(support_GE: Tensor, total_GE: Tensor, natural_GE: Tensor, coverage: float) -> Tensor:
-    """Add experts by total candidate weight until the share ``coverage`` of the natural weight is inside."""
+def _add_heaviest(support_GE: Tensor, natural_GE: Tensor, coverage: float) -> Tensor:
+    """Add experts by natural weight until the share ``coverage`` of it is inside."""
+    # Not by the weight of all candidates: such supports come out larger than the rows' natural top-k together.
     # What is inside already comes first, whatever it weighs.
-    first_GE = total_GE.masked_fill(support_GE, torch.iinfo(torch.int64).max)
+    first_GE = natural_GE.masked_fill(support_GE, torch.iinfo(torch.int64).max)
     order_GE = first_GE.argsort(dim=1, descending=True, stable=True)
     held_GE = natural_GE.gather(1, order_GE)
     sum_GE = held_GE.cumsum(1)
