@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "epoch_moe"
 # The core knows torch, einops and triton only, so that a serving stack can import it without any Hugging Face library.
 CORE = (
     "routing", "config", "block", "plan", "freshlane", "experts", "kernels", "residency", "tables", "tensor_files",
-    "checks", "precision", "functional",
+    "checks", "precision", "functional", "worklist",
 )  # fmt: skip
 HUGGING_FACE = ("transformers", "accelerate", "tokenizers", "huggingface_hub")
 
@@ -239,6 +239,44 @@ def test_core_imports_point_downwards(file: Path) -> None:
     wrong = {name for name in names if name.startswith("epoch_moe.") and not is_core(name)}
     wrong |= {name for name in names for library in HUGGING_FACE if within(name, library)}
     assert not wrong, f"{file.relative_to(ROOT)} is core, but imports {sorted(wrong)}"
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Names that reach each other along the arrows, in groups."""
+
+    def reached(name: str) -> set[str]:
+        found, waiting = set(), [name]
+        while waiting:
+            new = arrows.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {name: reached(name) for name in arrows}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in arrows}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def test_no_imports_go_in_circles() -> None:
+    """Between files, nor between folders, at run time, for typing or within a function; the package's head aside."""
+    sources = {module_name(file): file for file in SOURCE.rglob("*.py")}
+    files: dict[str, set[str]] = {}
+    parts: dict[str, set[str]] = {}
+    for name, file in sources.items():
+        if name == "epoch_moe":
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = imported_names(tree, name, file.name == "__init__.py")
+        files[name] = (names & sources.keys()) - {name, "epoch_moe"}
+        part = name.split(".")[1]
+        parts.setdefault(part, set()).update({other.split(".")[1] for other in files[name]} - {part})
+    assert len(files) > 100 and files["epoch_moe.block"] and parts["plan"]
+    assert circles(files) == [] and circles(parts) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}}) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}}) == [["a", "b"], ["c", "d"]]
 
 
 def test_imported_names_resolves_relative_imports() -> None:

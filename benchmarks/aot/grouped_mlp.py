@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from aot.compiler import AotCase, pointer
 
-from epoch_moe.experts.worklist import max_tiles
 from epoch_moe.kernels.grouped_mlp import _constexprs, _down_kernel, _gate_up_kernel
 from epoch_moe.kernels.tuning import grouped_mlp_config
+from epoch_moe.worklist import max_tiles
 
 _MODELS = {"llada2-mini": (2048, 512, 256, 8), "llada2-flash": (4096, 1024, 256, 8), "llada-moe": (2048, 1024, 64, 8)}
 _ROWS_PER_EXPERT = {"weight-bound": 8, "32 per expert": 32, "100 per expert": 100, "compute-bound": 512}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from aot.compiler import AotCase, pointer
 
-from epoch_moe.experts.worklist import max_tiles
 from epoch_moe.kernels.worklist import (
     PART,
     SCAN_BLOCKS,
@@ -16,6 +15,7 @@ from epoch_moe.kernels.worklist import (
     _scan_kernel,
     _shape,
 )
+from epoch_moe.worklist import max_tiles
 
 
 def aot_cases() -> list[AotCase]:

@@ -15,7 +15,6 @@ import torch
 from parts.kernel_layers import LayerShape, Rows, Weights, make_rows, make_weights
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.atlas import compile_support_device
 from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.compaction import compact
@@ -28,6 +27,7 @@ from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.kernels.worklist_reference import worklist_reference
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import NO_EXPERT, Scores, router_scores
+from epoch_moe.worklist import Worklist
 
 NAN = float("nan")
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from epoch_moe.experts.run import run_experts, supports_grouped_mm
 from epoch_moe.experts.views import expert_views
-from epoch_moe.experts.worklist import Worklist, build_worklist
-from epoch_moe.experts.worklist import combine as torch_combine
 from epoch_moe.kernels.combine_restore import combine, combine_restore
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
@@ -26,6 +24,8 @@ from epoch_moe.kernels.route import route
 from epoch_moe.kernels.tuning import GroupedMlpConfig, grouped_mlp_config_for
 from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.routing import combine_weights, router_scores, select
+from epoch_moe.worklist import Worklist, build_worklist
+from epoch_moe.worklist import combine as torch_combine
 
 Timer = Callable[[Callable[[], object]], float]
 """Median milliseconds of a call."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epoch_moe.experts.run import Backend, pick_backend, run_experts, supports_grouped_mm
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import build_worklist, combine
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import build_worklist, combine
 
 BACKENDS: tuple[Backend, ...] = ("reference", "loop", "grouped")
 SHAPES = {  # rows, experts, top-k, hidden, inner

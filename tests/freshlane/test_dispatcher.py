@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epoch_moe
 from epoch_moe.experts.run import Backend, run_experts
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import build_worklist
 from epoch_moe.freshlane.collectives import ExpertParallelError
 from epoch_moe.freshlane.dispatcher import Dispatched, FreshLaneDispatcher
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import build_worklist
 
 HIDDEN, INNER = 8, 6
 

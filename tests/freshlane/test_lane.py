@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epoch_moe.experts.worklist import build_worklist, combine, tree_sum
 from epoch_moe.freshlane.restore import Restore, pack, restore
 from epoch_moe.plan.packed import ListedRows, list_rows
 from epoch_moe.plan.rules import RowMasks, RowPlaces
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import build_worklist, combine, tree_sum
 
 CHECKED = settings(max_examples=50, deadline=None, derandomize=True)
 

@@ -8,8 +8,6 @@ import torch
 from aot.combine_restore import aot_cases
 from aot.compiler import compile_elsewhere
 
-from epoch_moe.experts.worklist import build_worklist
-from epoch_moe.experts.worklist import combine as torch_combine
 from epoch_moe.freshlane.restore import restore as torch_restore
 from epoch_moe.kernels.combine_restore import combine, combine_restore, restore
 from epoch_moe.kernels.combine_restore_reference import (
@@ -19,6 +17,8 @@ from epoch_moe.kernels.combine_restore_reference import (
 )
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.rules import RowPlaces
+from epoch_moe.worklist import build_worklist
+from epoch_moe.worklist import combine as torch_combine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels import tuning
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_config
 from epoch_moe.kernels.worklist_reference import worklist_reference
+from epoch_moe.worklist import Worklist
 
 NAN = float("nan")
 PLAIN = GroupedMlpConfig(16, GemmConfig(32, 32, 4, 2, False, 1), GemmConfig(32, 32, 4, 2, False, 1))

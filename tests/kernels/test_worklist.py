@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Worklist, build_worklist, max_tiles
 from epoch_moe.kernels import worklist
 from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.kernels.worklist_reference import worklist_reference
+from epoch_moe.worklist import Worklist, build_worklist, max_tiles
 
 
 def random_ids(num_rows: int, top_k: int, num_experts: int, empty: float = 0.0) -> Tensor:

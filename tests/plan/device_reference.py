@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.combine_restore_reference import combine_reference, combine_restore_reference
 from epoch_moe.kernels.compaction_reference import compact_reference
 from epoch_moe.kernels.grouped_mlp_reference import grouped_mlp_reference
@@ -17,6 +16,7 @@ from epoch_moe.kernels.route_reference import route_reference
 from epoch_moe.kernels.worklist_reference import worklist_reference
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import RouterSpec
+from epoch_moe.worklist import Worklist
 
 
 @torch.library.custom_op("epoch_moe_tests::pairs", mutates_args=())

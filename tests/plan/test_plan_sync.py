@@ -13,13 +13,13 @@ import torch
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.run import pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import build_worklist
 from epoch_moe.freshlane.restore import pack, restore
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.rules import RowPlaces
 from epoch_moe.plan.support import SupportState, route_fresh
 from epoch_moe.routing import RouterSpec, router_logits, router_scores
+from epoch_moe.worklist import build_worklist
 
 BATCH, SEQ, FRESH, EXPERTS, HIDDEN, INNER = 2, 8, 10, 16, 32, 16
 SPEC = RouterSpec(kind="sigmoid_group", num_experts=EXPERTS, top_k=4, n_group=4, topk_group=2)

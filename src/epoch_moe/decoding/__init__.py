@@ -1,10 +1,17 @@
 """Decoding: block diffusion with its K/V cache, the semi-autoregressive canvas, sampling and commit rules."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
 from epoch_moe.decoding.block_diffusion import generate
 from epoch_moe.decoding.commit import choose_rows, transfer_schedule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import BlockDiffusionOutput
-from epoch_moe.decoding.parts import is_canvas_model, loop_of
+from epoch_moe.decoding.parts import is_canvas_model
 from epoch_moe.decoding.sampling import sample_tokens
 from epoch_moe.decoding.semi_autoregressive import generate_semi_autoregressive
 
@@ -19,3 +26,8 @@ __all__ = [
     "sample_tokens",
     "transfer_schedule",
 ]
+
+
+def loop_of(model: nn.Module) -> Callable[..., Any]:
+    """The function that decodes a model: `generate`, or `generate_semi_autoregressive` for a fixed canvas."""
+    return generate_semi_autoregressive if is_canvas_model(model.config) else generate

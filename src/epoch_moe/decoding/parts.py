@@ -5,7 +5,6 @@ Shape suffixes: V vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,14 +84,6 @@ def _without_peft(model: nn.Module) -> nn.Module:
                 f"LoRA, or take it off with delete_adapter({name!r})"
             )
     return inner_model(model)
-
-
-def loop_of(model: nn.Module) -> Callable[..., Any]:
-    """The function that decodes a model: `generate`, or `generate_semi_autoregressive` for a fixed canvas."""
-    from epoch_moe.decoding.block_diffusion import generate
-    from epoch_moe.decoding.semi_autoregressive import generate_semi_autoregressive
-
-    return generate_semi_autoregressive if is_canvas_model(model.config) else generate
 
 
 def is_canvas_model(config: Any) -> bool:

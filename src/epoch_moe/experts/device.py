@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import Worklist
+from epoch_moe.worklist import Worklist
 
 if TYPE_CHECKING:
     from epoch_moe.kernels.tuning import GroupedMlpConfig

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import tree_sum
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import tree_sum
 
 
 def experts_reference(
@@ -20,7 +20,7 @@ def experts_reference(
     """Weighted sum of the chosen experts, row by row: ``[R,H]``, fp32.
 
     Each expert is ``down(silu(gate(x)) * up(x))`` in the model's dtype; the K outputs are weighted and summed in
-    fp32, as LLaDA2's ``moe_infer`` does, in the order of `experts.worklist.combine`.
+    fp32, as LLaDA2's ``moe_infer`` does, in the order of `epoch_moe.worklist.combine`.
     """
     inner = experts.down_EHF.shape[-1]
     group_RK, count = groups

@@ -24,8 +24,8 @@ from torch import Tensor
 from epoch_moe.experts.device import device_worklist, run_device
 from epoch_moe.experts.reference import experts_reference
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import GROUPS, Worklist, build_worklist, combine
 from epoch_moe.precision import autocast_dtype, product_dtype
+from epoch_moe.worklist import GROUPS, Worklist, build_worklist, combine
 
 Backend = Literal["auto", "triton", "grouped", "loop", "reference"]
 BACKENDS: tuple[Backend, ...] = ("auto", "triton", "grouped", "loop", "reference")

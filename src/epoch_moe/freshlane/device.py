@@ -17,13 +17,13 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.device import device_worklist, pair_outputs
 from epoch_moe.experts.run import pick_backend
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.experts.worklist import Worklist
 from epoch_moe.freshlane.lane import Visit, route_packed
 from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import Compact, PackedRows, PaddedRows
 from epoch_moe.plan.support import Chosen, SharedSupport
 from epoch_moe.precision import product_dtype
 from epoch_moe.routing import RouterSpec, Routing, Scores
+from epoch_moe.worklist import Worklist
 
 
 def compact_for(config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact | None:

@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.worklist import tree_sum
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending, Ranks
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import tree_sum
 
 RowLayout = Literal["local", "sharded", "replicated"]
 ROW_LAYOUTS: tuple[RowLayout, ...] = ("local", "sharded", "replicated")
@@ -62,7 +62,7 @@ class ExpertRange:
 
     @property
     def part(self) -> tuple[int, int] | None:
-        """As `experts.worklist.build_worklist` takes it: (first, total), or None where these are all."""
+        """As `epoch_moe.worklist.build_worklist` takes it: (first, total), or None where these are all."""
         return None if self.count == self.total else (self.first, self.total)
 
     def owner(self, ids: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class LayerExperts(Protocol):
             x_NH, ids_NK, weights_NK: rows, their local experts and weights, as `Dispatched` has them.
             views: the layer's weights, as of this forward.
             backend: as configured.
-            part: see `epoch_moe.experts.worklist.build_worklist`.
+            part: see `epoch_moe.worklist.build_worklist`.
             dtype: of the sum.
             tell: tells the listener what the rows route to, and returns its answer; None: there is no listener.
 

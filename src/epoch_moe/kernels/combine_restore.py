@@ -147,7 +147,7 @@ def _check_restored(
 def combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
     """Weighted sum over the K pairs of each packed row: ``[R,H]`` in the dtype of ``pairs_PH``.
 
-    The sum is taken in fp32, slot 0 first, and rounded once (`experts.worklist.combine` adds by groups of experts:
+    The sum is taken in fp32, slot 0 first, and rounded once (`epoch_moe.worklist.combine` adds by groups of experts:
     equal to rounding). Rows from ``count`` on come out as zeros.
 
     Args:

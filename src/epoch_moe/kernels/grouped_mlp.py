@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Worklist
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig
+from epoch_moe.worklist import Worklist
 
 
 @triton.jit

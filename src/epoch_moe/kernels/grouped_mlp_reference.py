@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Worklist
+from epoch_moe.worklist import Worklist
 
 
 def grouped_mlp_reference(

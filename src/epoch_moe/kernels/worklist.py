@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Tiles, Worklist, max_tiles
+from epoch_moe.worklist import Tiles, Worklist, max_tiles
 
 # Pairs that one program sorts alone, and pairs per program where there are more. The comparisons within a block go by
 # the square of its size.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.worklist import Tiles, Worklist, max_tiles
+from epoch_moe.worklist import Tiles, Worklist, max_tiles
 
 
 def worklist_reference(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None = None) -> Worklist:

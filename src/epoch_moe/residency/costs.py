@@ -23,6 +23,9 @@ from epoch_moe.residency.sources import ExpertSource, FileSource
 _SAMPLE_BYTES = 32_000_000
 _REPEATS = 3
 
+MOST_REUSE = 100.0
+"""Reuse beyond this is not told apart: moving an expert has long paid off by then."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -155,3 +158,8 @@ def _best(call: Callable[[], object], device: torch.device, repeats: int = _REPE
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return max(min(times[1:]), 1e-9)  # the first one warms up
+
+
+def run_length(chance: float) -> float:
+    """How often in a row something happens that has this chance each time, at most `MOST_REUSE`."""
+    return min(chance / max(1.0 - chance, 1e-9), MOST_REUSE)

@@ -30,7 +30,6 @@ from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.run import Backend, pick_segments, segments_of
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.experts.worklist import build_worklist, combine, count_pairs, expert_groups
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.loader import LayerCounts, Loader
@@ -38,6 +37,7 @@ from epoch_moe.residency.placement import LayerPlacement, Move, Steps
 from epoch_moe.residency.policies import Policy
 from epoch_moe.residency.sources import ExpertSource
 from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import build_worklist, combine, count_pairs, expert_groups
 
 
 class ResidentExperts:

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from epoch_moe.residency.config import POLICIES
+from epoch_moe.residency.costs import run_length
 from epoch_moe.residency.demand import Demand
-
-MOST_REUSE = 100.0
-"""Reuse beyond this is not told apart: moving an expert has long paid off by then."""
 
 
 class Observer(Protocol):
@@ -92,11 +90,6 @@ class LRU:
 
     def end_forward(self, confidence_T: Tensor | None = None, live_T: Tensor | None = None) -> None:
         """Nothing is made of it."""
-
-
-def run_length(chance: float) -> float:
-    """How often in a row something happens that has this chance each time, at most `MOST_REUSE`."""
-    return min(chance / max(1.0 - chance, 1e-9), MOST_REUSE)
 
 
 def make_policy(name: str, num_layers: int, num_experts: int) -> Policy:

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epoch_moe.residency.costs import run_length
 from epoch_moe.residency.demand import Demand, RowClass
-from epoch_moe.residency.policies import run_length
 
 KEPT = {
     RowClass.LIVE: 0.619,
