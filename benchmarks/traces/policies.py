@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epoch_moe.residency.costs import MOST_REUSE
 from epoch_moe.residency.demand import Demand
-from epoch_moe.residency.policies import LRU, MOST_REUSE, Policy
+from epoch_moe.residency.policies import LRU, Policy
 from epoch_moe.residency.retention import Retention
 
 POLICIES = ("retention", "lru", "lfu", "interval", "static", "belady")

@@ -12,7 +12,7 @@ from helpers import relative_error
 
 import epoch_moe
 from epoch_moe.config import EpochConfig
-from epoch_moe.decoding.parts import loop_of
+from epoch_moe.decoding import loop_of
 from epoch_moe.experts.run import pick_backend
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.context import BlockPlanContext
