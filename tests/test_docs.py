@@ -68,7 +68,7 @@ def test_the_readme_names_every_page_and_links_lead_somewhere():
 
 
 WITH_EXAMPLES = [
-    "BlockSpec", "EpochConfig", "EpochMoEBlock", "FreshLaneDispatcher", "ResidencyConfig", "RouterSpec", "RowStore",
+    "BlockPlanContext", "BlockSpec", "EpochConfig", "EpochMoEBlock", "FreshLaneDispatcher", "ResidencyConfig", "RouterSpec", "RowStore",
     "following", "generate", "generate_semi_autoregressive", "load_model", "patch", "patched", "plan_report",
     "residency_report", "unpatch",
 ]  # fmt: skip
@@ -133,3 +133,17 @@ def test_every_row_of_the_patch_table_names_a_test_that_is_collected():
         tree = ast.parse((ROOT / "tests" / file).read_text())
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         assert {test for test in tests if defined.count(test) != 1} == set(), file
+
+
+def test_the_page_of_the_architecture_names_what_there_is():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = ROOT / "src" / "epoch_moe"
+    parts = {path.name + "/" * path.is_dir() for path in source.iterdir() if (path / "__init__.py").exists()}
+    table = page.split("## Folders")[1].split("## How to add")[0]
+    assert {name for name in parts if f"`{name}`" not in table} == set()
+    files = {path.name for path in source.rglob("*.py")}
+    for name in re.findall(r"`(?:\w+/)*(\w+\.py)`", page.replace("tests/", "")):
+        assert name in files or list((ROOT / "tests").rglob(name)), name
+    text = "".join(path.read_text() for path in source.rglob("*.py"))
+    for name in re.findall(r"`(?:\w+\.)?([A-Za-z_]\w+)`", page):
+        assert re.search(rf"\b{name}\b", text), name

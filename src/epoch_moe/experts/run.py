@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from epoch_moe.precision import autocast_dtype, product_dtype
 from epoch_moe.worklist import GROUPS, Worklist, build_worklist, combine
 
 Backend = Literal["auto", "triton", "grouped", "loop", "reference"]
-BACKENDS: tuple[Backend, ...] = ("auto", "triton", "grouped", "loop", "reference")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 def supports_grouped_mm(stacked: ExpertViews) -> tuple[bool, str]:
@@ -104,8 +104,8 @@ def pick_backend(
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r}: expected one of {', '.join(map(repr, BACKENDS))}")
-    if requested in ("loop", "reference"):
-        return requested
+    if requested not in ("auto", "triton", "grouped"):
+        return requested  # fits everywhere
     if requested == "triton" or (requested == "auto" and stacked.down_EHF.device.type == "cuda"):
         fits, reason = supports_kernels(stacked, *inputs, workspace=workspace)
         if fits:
@@ -189,7 +189,7 @@ def run_experts(
     if backend == "reference":
         assert worklist.groups is not None
         return experts_reference(x_RH, ids_RK, weights_RK, stacked, worklist.groups).to(dtype)
-    segments = _segments_grouped if backend == "grouped" else _segments_loop
+    segments = _SEGMENTS[backend]
     if workspace is not None:
         return _in_runs(x_RH, weights_RK, stacked, segments, worklist, workspace, dtype)
     x_PH = x_RH[worklist.row_P]

@@ -11,7 +11,7 @@ E experts, e = E / P experts of a rank, C capacity, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from epoch_moe.routing import NO_EXPERT
 from epoch_moe.worklist import tree_sum
 
 RowLayout = Literal["local", "sharded", "replicated"]
-ROW_LAYOUTS: tuple[RowLayout, ...] = ("local", "sharded", "replicated")
+ROW_LAYOUTS: tuple[RowLayout, ...] = get_args(RowLayout)
 
 
 @dataclass(frozen=True)
@@ -218,11 +218,12 @@ class ReplicatedDispatch:
         ranks: the group.
         experts: this rank's.
         traffic: where bytes are counted.
+        capacity: None; no row moves.
     """
 
     rows_travel = False
 
-    def __init__(self, ranks: Ranks, experts: ExpertRange, traffic: Traffic):
+    def __init__(self, ranks: Ranks, experts: ExpertRange, traffic: Traffic, capacity: int | None = None):
         self.ranks, self.experts, self.traffic = ranks, experts, traffic
 
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
@@ -381,6 +382,10 @@ class ShardedDispatch:
                 f"more than capacity={self.capacity} rows of rank {self.ranks.rank} had pairs on one rank: raise the "
                 "capacity to the rows of a forward on one rank, or pass None for exact counts"
             )
+
+
+KINDS: dict[RowLayout, Any] = {"sharded": ShardedDispatch, "replicated": ReplicatedDispatch}
+"""The kinds over a group, made from (ranks, experts, traffic, capacity)."""
 
 
 def _pack(x_DH: Tensor, ids_DK: Tensor, weights_DK: Tensor) -> Tensor:

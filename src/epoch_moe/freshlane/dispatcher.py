@@ -35,15 +35,14 @@ from epoch_moe.checks import FLOAT_DTYPES, choice, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.collectives import Pending, Ranks
 from epoch_moe.freshlane.dispatch_kinds import (
+    KINDS,
     ROW_LAYOUTS,
     Dispatched,
     DispatchHandle,
     DispatchKind,
     ExpertRange,
     LocalDispatch,
-    ReplicatedDispatch,
     RowLayout,
-    ShardedDispatch,
     Traffic,
 )
 from epoch_moe.freshlane.shared_support import SharedSupport
@@ -104,10 +103,8 @@ class FreshLaneDispatcher(nn.Module):
         self.kind: DispatchKind
         if self.ranks is None:
             self.kind = LocalDispatch(self.range)
-        elif layout == "replicated":
-            self.kind = ReplicatedDispatch(self.ranks, self.range, self.traffic)
         else:
-            self.kind = ShardedDispatch(self.ranks, self.range, self.traffic, capacity)
+            self.kind = KINDS[layout](self.ranks, self.range, self.traffic, capacity)
 
     @property
     def num_experts(self) -> int:

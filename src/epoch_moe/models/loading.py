@@ -24,7 +24,7 @@ from transformers import (
 from epoch_moe.checks import choice, flag, instance, whole
 from epoch_moe.experts.layouts import LayoutName, is_expert, layout_of
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.dispatch_kinds import ExpertRange, RowLayout
+from epoch_moe.freshlane.dispatch_kinds import KINDS, ExpertRange, RowLayout
 from epoch_moe.models.checkpoint import (
     CHECKPOINTS,
     CONFIG_NAME,
@@ -140,7 +140,7 @@ def load_model(
     target_device = find_device(device)
     instance("revision", revision, (str, type(None)), "a branch, tag or commit, or None")
     flag("local_files_only", local_files_only)
-    choice("ep_layout", ep_layout, ("sharded", "replicated"))
+    choice("ep_layout", ep_layout, tuple(KINDS))
     if ep_capacity is not None:
         whole("ep_capacity", ep_capacity, "rows", least=1)
     instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")

@@ -23,7 +23,7 @@ from epoch_moe.follow.scope import Following, follow_generate
 from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.dispatch_kinds import RowLayout
+from epoch_moe.freshlane.dispatch_kinds import KINDS, RowLayout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patching import find, refuse
 from epoch_moe.patching.report import PatchReport
@@ -99,7 +99,7 @@ def patch(
     checks.instance("config", config, (EpochConfig, type(None)), "an EpochConfig, a preset name or None")
     checks.instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")
     checks.flag("strict", strict)
-    checks.choice("ep_layout", ep_layout, ("sharded", "replicated"))
+    checks.choice("ep_layout", ep_layout, tuple(KINDS))
     if ep_capacity is not None:
         checks.whole("ep_capacity", ep_capacity, "rows", least=1)
     hints = Hints.checked(model, mask_token_id, block_length, editing)

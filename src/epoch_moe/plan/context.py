@@ -41,15 +41,20 @@ class BlockPlanContext:
         counters: work so far; ``counters.read()`` gives the numbers.
         lm_head_rows: ``"live"`` under a plan, ``"block"`` without.
 
-    Example::
-
-        with epoch_moe.BlockPlanContext(model, EpochConfig()) as context:
-            with context.block(batch=1, window=32):
-                while (ids_BS == mask_id).any():
-                    with context.iteration(ids_BS, mask_id=mask_id):
-                        logits_BSV = model(ids_BS).logits
-                    ids_BS = commit(ids_BS, logits_BSV)
-        print(context.counters.read().pairs)
+    Example:
+        >>> import epoch_moe, torch
+        >>> model, _ = epoch_moe.load_model("tiny-llada2")
+        >>> report, mask_id = epoch_moe.patch(model), model.config.mask_token_id
+        >>> ids_BS = torch.full((1, 32), mask_id)
+        >>> with torch.no_grad(), epoch_moe.BlockPlanContext(model, epoch_moe.EpochConfig()) as context:
+        ...     with context.block(batch=1, window=32):
+        ...         while (ids_BS == mask_id).any():  # eight tokens per forward, the most probable ones
+        ...             with context.iteration(ids_BS, mask_id=mask_id):
+        ...                 best = model(ids_BS).logits.softmax(-1).max(-1)
+        ...             rows = best.values.masked_fill(ids_BS != mask_id, -1.0).topk(8).indices
+        ...             ids_BS = ids_BS.scatter(1, rows, best.indices.gather(1, rows))
+        >>> context.counters.read().forwards
+        4
 
     As a ``with`` block it surrounds the whole decode: until its end, also between the decode's blocks, the patch cannot
     change; at its end an open block is closed, and `finish` called unless an error is on its way.

@@ -2,7 +2,7 @@
 
 A policy sees every layer's demand in every forward and says how much each expert is worth keeping.
 `epoch_moe.residency.placement.LayerPlacement` does the rest. Policies decide where weights lie, never what is computed.
-A policy of one's own is a class with these methods and a line in `make_policy`.
+A policy of one's own is a class with these methods, a line in `make_policy`, and its name in `config.POLICIES`.
 
 Shape suffixes: L MoE layers, E experts, T rows of a forward.
 """
