@@ -68,9 +68,9 @@ def test_the_readme_names_every_page_and_links_lead_somewhere():
 
 
 WITH_EXAMPLES = [
-    "BlockPlanContext", "BlockSpec", "EpochConfig", "EpochMoEBlock", "FreshLaneDispatcher", "ResidencyConfig", "RouterSpec",
-    "RowStore", "following", "generate", "generate_semi_autoregressive", "load_model", "patch", "patched", "plan_report",
-    "residency_report", "unpatch",
+    "BlockPlanContext", "BlockSpec", "EpochConfig", "EpochMoEBlock", "FreshLaneDispatcher", "ResidencyConfig",
+    "RouterSpec", "RowStore", "following", "generate", "generate_semi_autoregressive", "load_model", "patch", "patched",
+    "plan_report", "residency_report", "unpatch",
 ]  # fmt: skip
 
 
