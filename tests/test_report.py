@@ -119,7 +119,7 @@ def test_work_table_puts_decodes_side_by_side():
     assert table.column("plan / dense")["pairs"] == 0.5 and table.column("other / dense")["pairs"] == 1.0
     assert table.column("dense")["FLOPs"] == flops(CONFIG, work())
     assert table.column("dense")["support size"] == 9.0 and table.column("plan")["support size"] is None
-    assert table.column("plan / dense")["support size"] is None
+    assert table.column("plan / dense")["support size"] is None and table.column("dense")["supports not kept"] == 0
     assert (table.column("plan")["fallbacks: version"], table.column("plan")["fallbacks: shortfall"]) == (2, 0)
     with pytest.raises(ValueError, match="at least one decode"):
         work_table(CONFIG, {})

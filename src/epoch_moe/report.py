@@ -33,6 +33,7 @@ _LABELS = {
     "experts_per_forward_and_layer": "experts per layer, fwd",
     "support_size": "support size",
     "coverage": "support coverage",
+    "unpaid": "supports not kept",
 }
 
 
@@ -76,6 +77,7 @@ def work_summary(config: Any, work: Work) -> dict[str, Any]:
     summary["experts_per_forward_and_layer"] = work.active_experts / layer_visits
     summary["support_size"] = numbers["support_size"]
     summary["coverage"] = numbers["coverage"]
+    summary["unpaid"] = numbers["unpaid"]
     return summary
 
 
@@ -104,7 +106,7 @@ def work_table(config: Any, works: Mapping[str, Work]) -> Table:
         header += [title, f"{title} / {first}"]
     compared = {title: ratios(summaries[first], summaries[title], COUNTS) for title in others}
     rows = []
-    for name in (*COUNTS, "experts_per_forward_and_layer", "support_size", "coverage"):
+    for name in (*COUNTS, "experts_per_forward_and_layer", "support_size", "coverage", "unpaid"):
         row: list[Any] = [_label(name), summaries[first][name]]
         for title in others:
             row += [summaries[title][name], compared[title].get(name)]
