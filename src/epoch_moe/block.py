@@ -276,7 +276,7 @@ class EpochMoEBlock(nn.Module):
 
     @property
     def original(self) -> nn.Module:
-        """The replaced block."""
+        """The block that this one replaced, as `unpatch` gives it back."""
         return self._original[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -337,7 +337,7 @@ class _SharedExpert:
             self._out_BSH = getattr(self.block, self.block.spec.shared)(self.x_BSH)
 
     def output(self) -> Tensor:
-        """``[B,S,H]``."""
+        """The shared expert's output ``[B,S,H]`` in the input's dtype, computed now if it was not yet."""
         if self._out_BSH is None:
             self.compute()
         assert self._out_BSH is not None

@@ -112,7 +112,7 @@ class CanvasLoop(DecodeLoop[CanvasSettings]):
 
     @property
     def copies(self) -> int:  # type: ignore[override]
-        """C."""
+        """Copies of each sequence in a forward: 2 under guidance, else 1."""
         return 2 if self.settings.cfg_scale > 0 else 1
 
     def make_rule(self, begin: int, end: int) -> BlockRule:

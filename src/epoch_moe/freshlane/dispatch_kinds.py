@@ -57,7 +57,7 @@ class ExpertRange:
 
     @property
     def numbers(self) -> range:
-        """Their numbers in the layer."""
+        """Numbers of this rank's experts in the layer: ``first`` up to, not including, ``first + count``."""
         return range(self.first, self.first + self.count)
 
     @property
@@ -109,7 +109,7 @@ class Dispatched:
     Attributes:
         x_NH: rows, in the dtype of the source rows.
         ids_NK: int64, *local* expert ids ``0..e-1``; `NO_EXPERT` for pairs of other ranks, empty pairs and unused
-            slots.
+            places of a buffer of fixed size.
         weights_NK: fp32 combine weights; 0 where there is no local expert.
         own_rows: these are the rows that `dispatch` was given, in their order.
         partial: the sums over this rank's experts are added to other ranks' and stay in fp32 until then.
@@ -154,15 +154,15 @@ class DispatchKind(Protocol):
     rows_travel: bool
 
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
-        """Gives `Dispatched`."""
+        """Start sending rows; the `Pending`'s ``wait()`` gives `Dispatched`, as `FreshLaneDispatcher.dispatch`."""
         ...
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
-        """Gives ``y_RH``."""
+        """Start bringing sums back; ``wait()`` gives ``y_RH``, as `FreshLaneDispatcher.combine`."""
         ...
 
     def check_capacity(self) -> None:
-        """Raise where rows did not fit."""
+        """Raise `ExpertParallelError` where a buffer of fixed size was too small since the last call."""
         ...
 
 
@@ -208,7 +208,7 @@ class LocalDispatch:
         return Pending(None, handle.name, lambda: y_NH.to(handle.dtype))
 
     def check_capacity(self) -> None:
-        """Everything fits."""
+        """Nothing to check: no buffer has a fixed size."""
 
 
 class ReplicatedDispatch:
@@ -246,7 +246,7 @@ class ReplicatedDispatch:
         return ranks.all_gather(own, f"{handle.name}: collection of sums", lambda rows: rows[:num_rows])
 
     def check_capacity(self) -> None:
-        """Everything fits."""
+        """Nothing to check: no buffer has a fixed size."""
 
 
 class ShardedDispatch:
@@ -310,18 +310,18 @@ class ShardedDispatch:
         self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, needed_PR: Tensor, capacity: int, name: str
     ) -> Pending:
         ranks, num_rows, device = self.ranks, x_RH.shape[0], x_RH.device
-        slots = ranks.world * capacity
-        slot_PR = needed_PR.cumsum(dim=1) - 1
-        fits_PR = needed_PR & (slot_PR < capacity)
+        places = ranks.world * capacity  # of the buffer that is sent
+        turn_PR = needed_PR.cumsum(dim=1) - 1
+        fits_PR = needed_PR & (turn_PR < capacity)
         over = (needed_PR & ~fits_PR).any()
         self._overflow = over if self._overflow is None else self._overflow | over
         first_P1 = torch.arange(ranks.world, device=device).unsqueeze(1) * capacity
-        place_PR = torch.where(fits_PR, first_P1 + slot_PR, slots)  # the last slot is thrown away
+        place_PR = torch.where(fits_PR, first_P1 + turn_PR, places)  # the last one is thrown away
         row_PR = torch.arange(num_rows, device=device).expand_as(place_PR)
-        row_D = torch.full((slots + 1,), num_rows, device=device).scatter_(
+        row_D = torch.full((places + 1,), num_rows, device=device).scatter_(
             0, place_PR.reshape(-1), row_PR.reshape(-1)
-        )[:slots]
-        # One row more than there are, for unused slots: zeros without an expert.
+        )[:places]
+        # One row more than there are, for unused places: zeros without an expert.
         x_more = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[1])])
         ids_more = torch.cat([ids_RK, ids_RK.new_full((1, ids_RK.shape[1]), NO_EXPERT)])
         weights_more = torch.cat([weights_RK, weights_RK.new_zeros(1, weights_RK.shape[1])])
@@ -332,10 +332,10 @@ class ShardedDispatch:
         self.traffic.dispatch_bytes += remote * payload.shape[1]
         handle = DispatchHandle(
             num_rows=num_rows,
-            arrived=slots,
+            arrived=places,
             dtype=x_RH.dtype,
             needed_PR=fits_PR,
-            place_PR=place_PR.clamp_max(slots - 1),
+            place_PR=place_PR.clamp_max(places - 1),
             send=None,
             receive=None,
             name=name,

@@ -108,7 +108,7 @@ class FreshLaneDispatcher(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Experts of the layer, on all ranks together: E."""
         return self.range.total
 
     @property
@@ -118,7 +118,7 @@ class FreshLaneDispatcher(nn.Module):
 
     @property
     def local_experts(self) -> int:
-        """e."""
+        """Experts of the layer on this rank: e = E / P."""
         return self.range.count
 
     def forward(

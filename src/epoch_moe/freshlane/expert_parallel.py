@@ -58,13 +58,13 @@ class ExpertParallel:
 
     @property
     def ranks(self) -> Ranks:
-        """The group."""
+        """The process group that the experts are split over."""
         assert self.dispatcher.ranks is not None
         return self.dispatcher.ranks
 
     @property
     def layout(self) -> RowLayout:
-        """Of rows over ranks."""
+        """How rows lie over ranks: ``"sharded"`` or ``"replicated"``."""
         return self.dispatcher.layout
 
     def summary(self) -> str:

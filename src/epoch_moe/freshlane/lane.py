@@ -144,7 +144,7 @@ class Visit:
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """The layer in words, for error messages."""
         return f"MoE layer {self.index}"
 
     def scores(self, x_TH: Tensor) -> Scores:
@@ -194,11 +194,11 @@ class Lane(Protocol):
 
     @property
     def router_output(self) -> tuple[Tensor, Tensor] | None:
-        """See above."""
+        """``([B,S,E] fp32, [B,S,K] int64)`` after `route` without a plan, else None; see the class."""
         ...
 
     def route(self, x_TH: Tensor) -> tuple[Tensor, Routing]:
-        """The rows that go through routed experts, packed ``[R,H]``, and their experts."""
+        """From the layer's input: the rows that go through routed experts, packed ``[R,H]``, and their experts."""
         ...
 
     def run(self, x_RH: Tensor, routing: Routing) -> Tensor:

@@ -340,7 +340,7 @@ class ForwardPlan:
 
     @property
     def lead(self) -> int:
-        """C."""
+        """Rows in front of the window, whose K/V this forward writes for good: C."""
         return self.ids_BS.shape[1] - self.plan.window
 
     @property

@@ -296,7 +296,7 @@ class BlockPlanContext:
         self._ranks.finish()
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
-        """The forward that was run last has ended: hand on what the decoder thought of each of its rows.
+        """The forward that was run last has ended: pass on the probabilities of the tokens drawn from it.
 
         Experts outside of fast memory are chosen by it (`epoch_moe.residency`); a plan makes nothing of it.
 

@@ -30,7 +30,7 @@ class ExpertRecorder:
         self.begin_forward()
 
     def begin_forward(self) -> None:
-        """Forget what a forward that was not finished has left."""
+        """Drop the entries of a forward that ended by an exception; called before each forward."""
         self._pairs: list[Tensor | None] = [None] * self.num_layers
         self._support: list[Tensor | None] = [None] * self.num_layers
 

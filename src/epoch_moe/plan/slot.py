@@ -87,7 +87,7 @@ class Listener(Protocol):
         ...
 
     def end_forward(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
-        """A forward has ended, and what the decoder thought of each of its rows: fp32, NaN = nothing."""
+        """A forward has ended; ``confidence_BS`` fp32: the probability of the token drawn for each row, NaN: none."""
         ...
 
 
@@ -119,7 +119,7 @@ class PlanSlot:
 
     Attributes:
         num_layers: MoE layers that look here; None: not known yet.
-        listener: is told what every layer routes to and what the decoder thought of it, which takes rows in lists;
+        listener: is told every layer's routing and each drawn token's probability, which takes rows in lists;
             None = nobody listens.
     """
 

@@ -145,7 +145,10 @@ class SupportState:
     natural_R: Tensor | None = None
 
     def begin(self, rebuilds: bool) -> None:
-        """Forget what the last forward left for the counters; with ``fixed``, ``rebuilds``: take up its shortfalls."""
+        """Begin a forward: drop the last one's counts and coverage.
+
+        With ``fixed`` and ``rebuilds``, supports that fell short in the last forward are marked to be compiled anew.
+        """
         self.unpaid_G = self.used_G = self.covered_R = self.natural_R = None
         if not self.fixed:
             self.short_G = None

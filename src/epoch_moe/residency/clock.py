@@ -133,7 +133,7 @@ class Clock:
         return seen
 
     def end_forward(self, forward: ForwardPlan | DenseForward, confidence_BS: Tensor | None) -> None:
-        """A forward has ended: tell the observer what the decoder thought of its rows; see `Observer.end_forward`."""
+        """A forward has ended: give the observer its rows' token probabilities, see `Observer.end_forward`."""
         with self.turn():
             seen = self._known.get(forward)
             if self._ended or seen is None or seen is not self._latest:
