@@ -28,6 +28,7 @@ import epoch_moe
 from epoch_moe import EpochConfig
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAMoEModelLM
+from epoch_moe.plan.context import BlockPlanContext
 
 NEVER_REFRESHED = EpochConfig(coverage=None, refresh_interval=None)
 WIDTH = 2 * BLOCK
@@ -271,6 +272,27 @@ def test_a_changed_model_begins_anew_in_a_scope(how: str) -> None:
                     first = got
         assert relative_error(first, got) < 1e-5
     assert follower.report().kinds == {"request": 1, "iteration": 1, "model": 1}
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if "data in place" not in how])
+@pytest.mark.parametrize("config", [NEVER_REFRESHED, EpochConfig.exact()], ids=["reused", "exact"])
+def test_a_model_that_changes_in_the_middle_of_a_block(config: EpochConfig, how: str) -> None:
+    model, plain = plain_model(), plain_model()
+    epoch_moe.patch(model, config)
+    context = BlockPlanContext(model._epoch_moe, config)
+    with torch.no_grad(), context.block(batch=1, window=WIDTH, prefix=BLOCK, prefix_constant=True):
+        for number in range(4):
+            if number == 2:
+                CHANGES[how](model)
+                CHANGES[how](plain)
+            with context.iteration(window(number), mask_id=MASK_ID):
+                got = run(model, window(number))
+            # Elsewhere reuse is the plan's own approximation, also in layers before the one whose experts changed.
+            if number in (0, 2 if "expert" not in how else 0) or config.refresh_interval == 1:
+                assert relative_error(got, run(plain, window(number))) < 1e-5
+    work = context.counters.read()
+    assert set(work.fallbacks) == {"version"}
+    assert work.rows == work.dense_rows if config.refresh_interval == 1 else work.rows < work.dense_rows
 
 
 def test_adapters_switched_in_a_scope() -> None:

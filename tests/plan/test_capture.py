@@ -147,6 +147,38 @@ def test_a_layer_that_leaves_its_plan_ends_the_recording(monkeypatch: pytest.Mon
             captured(ids_BS, mask_id=5)
 
 
+@pytest.mark.parametrize("how", ["attention", "expert", "expert moved"])
+def test_a_replay_never_serves_old_weights(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change in the middle of a block every row is computed, by the weights that there are."""
+    use_references(monkeypatch)
+    model = patched_model()
+    context = BlockPlanContext(model._epoch_moe, CONFIGS["all experts"])
+    mask, positions = torch.ones(1, 1, 8, 8, dtype=torch.bool), torch.arange(8).unsqueeze(0)
+
+    def run(ids_BS: Tensor) -> Tensor:
+        return model.model(ids_BS, attention_mask=mask, position_ids=positions).last_hidden_state
+
+    captured = context.capture(run, graph=Tape)
+    ids_BS = torch.full((1, 8), 125)
+    with torch.no_grad(), context.block(batch=1, window=8):
+        for number in range(8):
+            ids_BS[0, number] = number
+            if number == 5:
+                first = next(iter(model._epoch_moe.blocks.values()))  # layers before a changed one keep their rows
+                attention, expert = model.model.layers[0].attention, first.experts[0]
+                weight = (attention.query_key_value if how == "attention" else expert.down_proj).weight
+                if how == "expert moved":
+                    weight.data = weight * 1.5
+                else:
+                    weight.mul_(1.5)
+            got = captured(ids_BS, mask_id=125).clone()
+            if number == 5:
+                torch.testing.assert_close(got, run(ids_BS), rtol=1e-4, atol=1e-5)
+            if number == 4:
+                assert captured.replays == 2
+    assert captured.replays == 3, "iterations after the change are recorded anew"
+
+
 def test_refusals() -> None:
     model = patched_model()
 

@@ -55,6 +55,7 @@ class Follower:
         self._forwards: deque[FollowedForward] = deque(maxlen=256)
         self._tracker: Tracker | None = None
         self._watch: Watch | None = None
+        self._experts: list[tuple[int, int]] = []  # their versions when the watch was made
         self._running: AbstractContextManager[None] | None = None  # of the forward under way, for the hook behind it
         self._forward: Any = None  # what that put into the slot
         self._depth = 0  # forwards of the same module inside it
@@ -99,6 +100,7 @@ class Follower:
         if context is not None:
             context.__enter__()
             self._running, self._forward = context, slot.active
+            self._forward.model_seen = True
             slot.bind(sys._getframe(2))
 
     def after(self, output: Any) -> None:
@@ -127,12 +129,13 @@ class Follower:
 
     def _changed(self, module: nn.Module) -> bool:
         """Whether the model is another one than at the last forward that was looked at."""
-        stacked = [t for e in self._patched.ensure_stacked() for t in (*e.projections, e.down_EHF)]
+        layers, experts = self._patched.ensure_stacked(), self._patched.versions()
+        sampled = [t for views in layers for t in (*views.projections, views.down_EHF)]
         if self._patched.slot.listener is not None:
-            stacked = []  # experts outside of fast memory come and go, and cannot be written to
-        if self._watch is not None and not self._watch.changed(stacked):
+            sampled = []  # experts outside of fast memory come and go, and cannot be written to
+        if self._watch is not None and experts == self._experts and not self._watch.changed(sampled):
             return False
-        self._watch = Watch(module, stacked)
+        self._watch, self._experts = Watch(module, sampled), experts
         return True
 
     def _open(self, decision: Decision, shape_BS: Tensor | None) -> AbstractContextManager[None] | None:
@@ -145,15 +148,14 @@ class Follower:
         assert self._tracker is not None and context.config is not None
         if decision.cold:
             pool = self._patched.routing_block
-            # Rows that share a pool of experts with the block change with it. And exact settings reuse nothing at all,
-            # so that they are exact whatever happens to the model between two forwards.
+            # Rows that share a pool of experts with the block change with it.
             constant = decision.constant and (pool is None or decision.begin % pool == 0)
             context.begin_block(
                 batch=shape_BS.shape[0],
                 window=shape_BS.shape[1],
                 prefix=decision.begin,
                 future=shape_BS.shape[1] - decision.end,
-                prefix_constant=constant and context.config.refresh_interval != 1,
+                prefix_constant=constant,
             )
         live_BS = decision.live_BS.to(shape_BS.device)
         return context.iteration(shape_BS, mask_id=self._tracker.mask_id, live_BN=live_BS)

@@ -40,7 +40,7 @@ REASONS: dict[str, str] = {
     "ragged": "the sequences of a fixed canvas are not in the same block",
     "future": "positions behind the current block were decoded",
     "shortfall": "a layer's support held too little of its rows' routing weight: these rows routed freely",
-    "version": "a layer missed a forward, or changed dtype or device: all its rows were computed",
+    "version": "a layer missed a forward, or weights, hooks, dtype or device changed: all its rows were computed",
     "shape": "a layer got another number of rows than the plan was made for: it ran dense",
     "revisit": "a layer ran twice in one forward: it ran dense",
     "router_logits": "the caller asked for router logits, which reused rows do not have: the layers ran dense",

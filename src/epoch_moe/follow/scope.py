@@ -111,7 +111,9 @@ class Following:
 
 
 class FollowedGenerate:
-    """A model's own ``generate``, every call of it a scope. Its hints are the call's ``block_length`` and mask id.
+    """A model's own ``generate``, every call of it a scope.
+
+    Its hints are the call's ``block_length`` and mask id, and whether it has an argument that speaks of edits.
 
     Does not keep the model alive, and goes with it into copies and pickles.
 
@@ -264,11 +266,14 @@ def _following(model: nn.Module) -> Following:
 def _hints(generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hints:
     """What the arguments of a call say about the loop inside."""
     try:
-        bound = inspect.signature(generate).bind(*args, **kwargs)
+        signature = inspect.signature(generate)
+        bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
         return Hints()  # the call itself will say what is wrong
     bound.apply_defaults()
     given = {**bound.arguments, **kwargs}
     mask_id, length = given.get("mask_token_id", given.get("mask_id")), given.get("block_length")
     told = [v if isinstance(v, int) and v > 0 and v is not True else None for v in (mask_id, length)]
-    return Hints(*told)
+    # The released loops that edit have a threshold for it. Without one a replaced token begins a request anew.
+    edits = None if any("edit" in name for name in (*signature.parameters, *kwargs)) else False
+    return Hints(*told, editing=edits)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,72 +14,95 @@ from epoch_moe.block import EpochMoEBlock
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _SAMPLES = 8  # along each dimension of a tensor
+_OF_AN_EXPERT = 2  # of these there are thousands
 
 
 class Watch:
-    """What can be seen of a model without reading its weights, and a sample of these.
+    """What can be seen of a model without reading its weights and, where asked for, a sample of these.
 
     Seen: modules, parameters and buffers (identity, address, version), forward hooks, whatever is an attribute of a
     module (mode, an adapter's name, scaling and state), autocast. The sample finds what bumps no version: writes
-    through ``.data`` or numpy, unless they miss all of a tensor's sampled elements. Not seen: what a hook keeps for
-    itself. Modules of routed experts are never called: of these, addresses (when they were stacked), versions, samples.
+    through ``.data`` or numpy, unless they miss all of a tensor's sampled elements. It waits for the device. Not seen:
+    what a hook keeps for itself. Modules of routed experts are left out: nobody calls them, and every layer compares
+    the addresses and versions of its own on every forward.
 
-    Holds the other tensors, so that no new one can take their addresses, but not the experts': those are large.
+    Asked on every forward: so it compares dictionaries, in C, and walks over tensors only.
 
     Args:
         module: the base model.
-        stacked: its experts' tensors ``[E,...]``.
+        sampled: the experts' tensors ``[E,...]``, to sample these and all others; None: no sample. With one, tensors
+            of inference mode, which do not say when they change, are never the same.
     """
 
-    def __init__(self, module: nn.Module, stacked: Sequence[Tensor]):
-        blocks = [m for m in module.modules() if isinstance(m, EpochMoEBlock) and m.spec.layout != "fused"]
-        experts = set(chain.from_iterable(getattr(b, b.spec.experts).modules() for b in blocks))
-        called = [m for m in module.modules() if m not in experts]
-        self._children = [m._modules for m in called]
-        self._tensors = [held for m in called for held in (m._parameters, m._buffers)]
-        self._hooks: list[dict[int, Any]] = [
+    def __init__(self, module: nn.Module, sampled: Sequence[Tensor] | None = None):
+        called = list(_called(module))
+        self._dicts: list[dict[Any, Any]] = [
             registry._global_forward_hooks, registry._global_forward_pre_hooks,
-            *(hooks for m in called for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+            *(each for m in called for each in (m._modules, m._parameters, m._buffers, m._forward_hooks,
+                                                m._forward_pre_hooks, vars(m))),
         ]  # fmt: skip
-        self._attributes = [vars(m) for m in called]
-        self._experts = [weakref.ref(p) for m in experts for p in m._parameters.values() if p is not None]
-        self._stacked = list(map(weakref.ref, stacked))
-        self._views = [_some(t, 0) for t in self._own() if _has_memory(t)]
-        self._seen, self._sample = self._look(), self._read(stacked)
+        self._dicts_then = list(map(dict, self._dicts))
+        attributes = (v for m in called for name, v in vars(m).items() if name not in _INTERNAL)
+        self._containers = [v for v in attributes if isinstance(v, (Tensor, dict, list, tuple, set))]
+        held = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in called)
+        self._tensors = [t for t in held if t is not None]
+        self._versioned = [t for t in self._tensors if sampled is not None or not t.is_inference()]
+        self._views = [_some(t) for t in self._tensors if sampled is not None and _has_memory(t)]
+        self._seen = self._look(strict=sampled is not None)
+        self._sample = None if sampled is None else self._read(sampled)
 
-    def changed(self, stacked: Sequence[Tensor]) -> bool:
-        """Whether the model is another one than when this was made; ``stacked``: its experts' tensors now."""
-        if [id(ref()) for ref in self._stacked] != list(map(id, stacked)) or self._look() != self._seen:
-            return True
-        return not all(map(torch.equal, self._read(stacked), self._sample))
+    def changed(self, sampled: Sequence[Tensor] | None = None) -> bool:
+        """Whether the model is another one than when this was made; ``sampled``: its experts' tensors now."""
+        try:
+            if self._dicts != self._dicts_then or self._look(strict=sampled is not None) != self._seen:
+                return True
+        except RuntimeError:
+            return True  # a tensor in the place of another one
+        if sampled is None or self._sample is None:
+            return sampled is not None
+        now = self._read(sampled)
+        return len(now) != len(self._sample) or not all(map(_equal, now, self._sample))
 
-    def _own(self) -> list[Tensor]:
-        return [t for t in chain.from_iterable(map(dict.values, self._tensors)) if t is not None]
-
-    def _look(self) -> object:
+    def _look(self, *, strict: bool) -> object:
         try:
             return (
-                list(map(id, chain.from_iterable(map(dict.values, self._children)))),
-                [(id(t), t.data_ptr(), t._version) for t in self._own()],
-                [None if (t := ref()) is None else t._version for ref in self._experts],
-                list(chain.from_iterable(self._hooks)),
-                [_plain(v) for each in self._attributes for name, v in each.items() if name not in _INTERNAL],
+                list(map(Tensor.data_ptr, self._tensors)),
+                [t._version for t in self._versioned],
+                list(map(_plain, self._containers)),
                 [(torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) for on in ("cpu", "cuda")],
             )
         except RuntimeError:
-            return object()  # tensors of inference mode do not say when they change: never the same
+            return object() if strict else None  # tensors that do not say when they change, or where they are
 
-    def _read(self, stacked: Sequence[Tensor]) -> list[Tensor]:
+    def _read(self, sampled: Sequence[Tensor]) -> list[Tensor]:
         """The sampled elements, one tensor for each device and dtype."""
         groups: dict[object, list[Tensor]] = {}
-        for view in (*self._views, *(_some(t, 1) for t in stacked)):
+        for view in (*self._views, *map(_some_of_experts, sampled)):
             groups.setdefault((view.device, view.dtype), []).append(view.reshape(-1))
         return list(map(torch.cat, groups.values()))
 
 
-def _some(tensor: Tensor, whole: int) -> Tensor:
-    """A view of few elements along each dimension but the first ``whole``."""
-    steps = [1 if i < whole else max(1, size // _SAMPLES) for i, size in enumerate(tensor.shape)]
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model, without those of routed experts; some more than once."""
+    yield module
+    own = module.spec.experts if isinstance(module, EpochMoEBlock) and module.spec.layout != "fused" else None
+    for name, child in module._modules.items():
+        if child is not None and name != own:
+            yield from _called(child)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A view of few elements along each dimension."""
+    return tensor.detach()[tuple(slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape)]
+
+
+def _some_of_experts(tensor: Tensor) -> Tensor:
+    """A view of few elements of each expert of ``[E,...]``."""
+    steps = [1, *(max(1, size // _OF_AN_EXPERT) for size in tensor.shape[1:])]
     return tensor.detach()[tuple(slice(None, None, step) for step in steps)]
 
 

@@ -27,7 +27,7 @@ from epoch_moe.freshlane.dispatch_kinds import KINDS, RowLayout
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patching import find, refuse
 from epoch_moe.patching.report import PatchReport
-from epoch_moe.patching.state import PatchState, RefuseSaving, ReleaseAfterLoad, RouterRequest, state_of
+from epoch_moe.patching.state import BeforeForward, PatchState, RefuseSaving, ReleaseAfterLoad, state_of
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
@@ -158,7 +158,7 @@ def patch(
     # A plan must be there before it is asked for router logits.
     new.hooks.append(base.register_forward_pre_hook(new.following.before, with_kwargs=True))
     new.hooks.append(base.register_forward_hook(new.following.after, always_call=True))
-    new.hooks.append(base.register_forward_pre_hook(RouterRequest(slot), with_kwargs=True))
+    new.hooks.append(base.register_forward_pre_hook(BeforeForward(slot), with_kwargs=True))
     new.hooks.append(model.register_load_state_dict_post_hook(ReleaseAfterLoad(new)))
     new.hooks.append(model.register_state_dict_pre_hook(RefuseSaving(new)))
     object.__setattr__(model, ATTRIBUTE, new)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.follow.scope import FollowedGenerate, Following
+from epoch_moe.follow.watch import Watch
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
+from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.state import Residency
@@ -38,8 +42,11 @@ class PatchState(Patched):
     residency: Residency | None = None
 
 
-class RouterRequest:
-    """Pre-hook on the base model: a forward that asks for router logits runs dense under a plan."""
+class BeforeForward:
+    """Pre-hook on the base model, under a plan.
+
+    A forward that asks for router logits runs dense, and rows that another model computed are not reused.
+    """
 
     def __init__(self, slot: PlanSlot):
         self.slot = slot
@@ -52,6 +59,8 @@ class RouterRequest:
         active = self.slot.active
         if active is not None:
             active.wants_router = bool(asked)
+        if isinstance(active, ForwardPlan) and not torch.compiler.is_compiling():
+            active.look_at_model(partial(Watch, module))
 
 
 class ReleaseAfterLoad:

@@ -10,8 +10,9 @@ Shape suffixes: B sequences, C lead rows, N window rows, S = C + N rows per sequ
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +84,14 @@ def check_block(batch: int, window: int, prefix: int, future: int) -> None:
         )
 
 
+class Watching(Protocol):
+    """Notices changes of what is no expert and no gate (`epoch_moe.follow.watch.Watch`)."""
+
+    def changed(self) -> bool:
+        """Whether the model is another one than when this was made."""
+        ...
+
+
 class BlockPlan:
     """The plan of one block of B sequences.
 
@@ -116,7 +125,8 @@ class BlockPlan:
         check_block(batch, window, prefix, future)
         self.config, self.counters = config, counters
         self.batch, self.window, self.prefix, self.future = batch, window, prefix, future
-        self.prefix_constant = prefix_constant
+        # Exact settings reuse nothing at all: they are exact whatever happens to the model between two forwards.
+        self.prefix_constant = prefix_constant and config.refresh_interval != 1
         self.compact = compact
         self.layers = [LayerState(SupportState(fixed=compact is not None)) for _ in range(num_layers)]
         self.forwards = 0
@@ -124,6 +134,7 @@ class BlockPlan:
         self._stamps_M1: Tensor | None = None  # one entry more than there are: rows without state read and write there
         self._places: dict[int, tuple[RowPlaces, RowClasses]] = {}
         self._missing: Tensor | None = None
+        self.watch: Watching | None = None  # of the model that the block began with
 
     @property
     def stamps_M(self) -> Tensor | None:
@@ -143,6 +154,11 @@ class BlockPlan:
     def identity(self) -> tuple[int, ...]:
         """What a recording of this plan's work depends on beside the kind of forward: its memory, and its shape."""
         return (id(self), self.moves, self.batch, self.window, self.prefix, self.future, int(self.prefix_constant))
+
+    @property
+    def model_changed(self) -> bool:
+        """Whether the model is not the one that the block began with, but for its experts, which layers check."""
+        return self.watch is not None and self.watch.changed()
 
     @property
     def is_refresh(self) -> bool:
@@ -275,7 +291,11 @@ class BlockPlan:
 
 
 class ForwardPlan:
-    """One forward under a block plan: what each MoE layer asks when it is reached."""
+    """One forward under a block plan: what each MoE layer asks when it is reached.
+
+    Attributes:
+        model_seen: somebody has compared the model with that of the forward before.
+    """
 
     def __init__(
         self,
@@ -290,7 +310,8 @@ class ForwardPlan:
         self.plan, self.ids_BS, self.number = plan, ids_BS, number
         self.places, self.classes, self.stamp_T = places, classes, stamp_T
         self.cold, self.refresh = number == 0, plan.is_refresh
-        self.wants_router = False
+        self.wants_router = self.model_seen = False
+        self._stale = False  # what follows was computed from another model's rows
         self.layer_rows: dict[int, ListedRows | PaddedRows] = {}  # of each layer that was entered
         self.masks = self._decide(self.cold, self.refresh)
         self.rows: ListedRows | PaddedRows
@@ -385,6 +406,15 @@ class ForwardPlan:
         """The rows ``[B,S]`` that exist, where a layer's input has this forward's B and S, else None."""
         return self.valid_BS if shape == tuple(self.ids_BS.shape) else None
 
+    def look_at_model(self, watch: Callable[[], Watching]) -> None:
+        """Before the first layer: rows that another model computed are not used; ``watch`` begins to look."""
+        if self.model_seen:
+            return
+        self.model_seen = True
+        if self.plan.watch is None or self.plan.model_changed:
+            self._stale = not self.cold and self.plan.watch is not None
+            self.plan.watch = watch()
+
     def enter(self, layer: int, x_BSH: Tensor, dtype: torch.dtype, weights: Hashable) -> LayerStep | None:
         """The step of MoE layer ``layer`` on its input, or None where it must run dense (counted with its reason).
 
@@ -415,10 +445,12 @@ class ForwardPlan:
             and state.cache_MH.dtype == dtype
             and state.cache_MH.device == x_BSH.device
         )
-        missed = state.last_forward != self.number - 1 or state.weights != weights
+        # A layer behind one with other weights kept rows of other inputs, those before the block for good.
+        self._stale = self._stale or (not self.cold and state.weights not in (None, weights))
+        missed = state.last_forward != self.number - 1 or self._stale
         watched = self.config.watches_drift
         if not self.cold and (not fits or missed):
-            # This layer missed a forward (or its weights changed): its cache no longer matches the stamps.
+            # This layer missed a forward (or the model changed): its cache no longer matches the stamps.
             self.counters.fallbacks["version"] += 1
             rows, cold = self._all_rows(), True
         elif watched and not self.cold:

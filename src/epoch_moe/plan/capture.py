@@ -136,15 +136,17 @@ class CapturedIterations:
 
     Args:
         context: an open context, with a plan.
+        patched: its model's blocks.
         run: the forward: token ids ``[B,S]`` to a tensor, or a tuple or dict of them. It must not read values on the
             host, and what it reads (weights, masks, K/V) must lie at the same addresses in every call of one kind.
         graph: makes a recorder.
     """
 
-    def __init__(self, context: Iterations, run: Run, graph: Callable[[], Graph] = CudaGraph):
-        self.context, self.run, self._make = context, run, graph
+    def __init__(self, context: Iterations, patched: Patched, run: Run, graph: Callable[[], Graph] = CudaGraph):
+        self.context, self._patched, self.run, self._make = context, patched, run, graph
         self._recorded: dict[Hashable, _Recorded] = {}
         self._seen: set[Hashable] = set()
+        self._weights_at: list[tuple[int, int]] = []
         self.replays = 0
 
     def __call__(
@@ -177,7 +179,14 @@ class CapturedIterations:
         inputs: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
         options: dict[str, Any] = {"mask_id": mask_id, "lead": lead, "capacity": capacity}
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        key = (plan.identity, plan.is_refresh, self.context.weights_at, tuple(options.values()), shapes)
+        self._patched.ensure_stacked()
+        weights_at = self._patched.versions()
+        if plan.model_changed or weights_at != self._weights_at:
+            # An ordinary forward drops rows of the old model; recordings hold the addresses of its weights.
+            self._seen.clear()
+            self._recorded.clear()
+        self._weights_at = weights_at
+        key = (plan.identity, plan.is_refresh, tuple(options.values()), shapes)
         if plan.forwards == 0 or key not in self._seen:
             if plan.forwards:
                 self._seen.add(key)

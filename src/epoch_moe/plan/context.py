@@ -78,7 +78,6 @@ class BlockPlanContext:
         self._shape = 0, 0
         self._latest: ForwardPlan | DenseForward | None = None
         self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
-        self.weights_at: tuple[int, ...] = ()
         self.recording = False  # then `CapturedIterations` enters the forward in the history
 
     def __enter__(self) -> BlockPlanContext:
@@ -128,7 +127,6 @@ class BlockPlanContext:
                 )
             if kept is not None:
                 kept[shape] = self._plan
-                self.weights_at = tuple(w.data_ptr() for e in layers for w in (*e.projections, e.down_EHF))
 
     def end_block(self) -> None:
         """Discard the block's supports, masks and caches. Only K/V lives on."""
@@ -232,7 +230,7 @@ class BlockPlanContext:
         if self._open is not None:
             raise RuntimeError("capture: a block is open: call capture before begin_block")
         self._kept = {}
-        return CapturedIterations(self, run, CudaGraph if graph is None else graph)
+        return CapturedIterations(self, self._patched, run, CudaGraph if graph is None else graph)
 
     def open_plan(self) -> BlockPlan:
         """The plan of the open block.

@@ -27,6 +27,11 @@ class StackedWeights(Protocol):
         """Their weights, stacked anew where a parameter's storage was replaced since the last use."""
         ...
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """As they were stacked last: another value after every change."""
+        ...
+
 
 class PlannedLayer(Protocol):
     """One MoE layer (`epoch_moe.block.EpochMoEBlock`).
@@ -82,6 +87,10 @@ class Patched:
     def ensure_stacked(self) -> list[ExpertViews]:
         """Stack expert weights whose storage was replaced since the last use; the weights of all layers."""
         return [block.weights.ensure() for block in self.blocks.values()]
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Of each layer's experts, as they were stacked last: another value after every change."""
+        return [block.weights.version for block in self.blocks.values()]
 
     def bytes_per_expert(self) -> list[int]:
         """For each MoE layer."""

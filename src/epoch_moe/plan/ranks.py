@@ -54,6 +54,7 @@ class OtherRanks:
         if self._begins_together and plan is not None and plan.forwards:
             assert self._patched.ep is not None
             self._patched.ep.idle_plan = plan
+            plan.watch = None  # the model must not hold itself
 
     @torch.no_grad()
     def finish(self) -> None:

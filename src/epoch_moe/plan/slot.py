@@ -49,7 +49,7 @@ class DenseForward:
     ):
         self.counters = counters
         self.lead, self.cold, self.once = lead, cold, once
-        self.wants_router = False
+        self.wants_router = self.model_seen = False
         self.shape = shape
         self.valid_BS = valid_BS
         self.valid_R = None if valid_BS is None else valid_BS.reshape(-1).nonzero().squeeze(1)
