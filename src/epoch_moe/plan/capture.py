@@ -69,7 +69,6 @@ class Iterations(Protocol):
 
     config: EpochConfig | None
     counters: Counters
-    weights_at: tuple[int, ...]
     recording: bool
 
     @property
