@@ -86,7 +86,7 @@ def supports_kernels(stacked: ExpertViews, *inputs: Tensor, workspace: int | Non
 
 
 def pick_backend(
-    requested: Backend, stacked: ExpertViews, *inputs: Tensor, workspace: int | None = None
+    requested: Backend, stacked: ExpertViews, *inputs: Tensor, workspace: int | None = None, pieces: bool = False
 ) -> Backend:
     """The backend that will run: ``"auto"`` resolved, an impossible request refused with the reason.
 
@@ -98,24 +98,33 @@ def pick_backend(
         stacked: the experts.
         inputs: what they are run on: the rows, then anything else that may need gradients.
         workspace: as `run_experts` will get it.
+        pieces: the experts lie in several places, so that `segments_of` computes them: ``"grouped"`` or ``"loop"``.
 
     Raises:
         ValueError: no such backend, or one that is not possible here.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend={requested!r}: expected one of {', '.join(map(repr, BACKENDS))}")
-    if requested not in ("auto", "triton", "grouped"):
-        return requested  # fits everywhere
-    if requested == "triton" or (requested == "auto" and stacked.down_EHF.device.type == "cuda"):
-        fits, reason = supports_kernels(stacked, *inputs, workspace=workspace)
+    if pieces and requested in ("triton", "reference"):
+        raise ValueError(
+            f"backend={requested!r} reads all experts of a layer as one tensor, and here they are in several places; "
+            f"use backend='auto' or one of {', '.join(map(repr, _SEGMENTS))}"
+        )
+    tried: tuple[Backend, ...] = (requested,)
+    if requested == "auto":
+        on_gpu = stacked.down_EHF.device.type == "cuda" and not pieces
+        tried = ("triton", "grouped", "loop") if on_gpu else ("grouped", "loop")
+    reason = ""
+    for backend in tried:
+        fits = True
+        if backend == "triton":
+            fits, reason = supports_kernels(stacked, *inputs, workspace=workspace)
+        elif backend == "grouped":
+            fits, reason = supports_grouped_mm(stacked)
         if fits:
-            return "triton"
-        if requested == "triton":
-            raise ValueError(f"backend='triton' is not possible here: {reason}; use backend='auto'")
-    fits, reason = supports_grouped_mm(stacked)
-    if requested == "grouped" and not fits:
-        raise ValueError(f"backend='grouped' is not possible here: {reason}; use backend='auto' or 'loop'")
-    return "grouped" if fits else "loop"
+            return backend
+    other = "" if requested == "triton" else " or 'loop'"
+    raise ValueError(f"backend={requested!r} is not possible here: {reason}; use backend='auto'{other}")
 
 
 def _swiglu(projected: list[Tensor], inner: int) -> Tensor:
@@ -206,24 +215,8 @@ _Segments = Callable[[Tensor, ExpertViews, "list[int] | None", Tensor], Tensor]
 _SEGMENTS: dict[Backend, _Segments] = {"grouped": _segments_grouped, "loop": _segments_loop}
 
 
-def pick_segments(requested: Backend, stacked: ExpertViews) -> Backend:
-    """The backend for weights that lie in pieces: one that computes expert by expert, ``"grouped"`` or ``"loop"``.
-
-    Raises:
-        ValueError: another one was requested, or one that is not possible here.
-    """
-    if requested == "auto":
-        return "grouped" if supports_grouped_mm(stacked)[0] else "loop"
-    if requested in ("triton", "reference"):
-        raise ValueError(
-            f"backend={requested!r} reads all experts of a layer as one tensor, and here they are in several places; "
-            f"use backend='auto' or one of {', '.join(map(repr, _SEGMENTS))}"
-        )
-    return pick_backend(requested, stacked)
-
-
 def segments_of(backend: Backend) -> _Segments:
-    """``(x_PH, experts, counts or None, ends_E) -> pairs_PH`` of pairs in expert order, by `pick_segments`' choice.
+    """``(x_PH, experts, counts or None, ends_E) -> pairs_PH`` of pairs in expert order, by `pick_backend`'s choice.
 
     Each expert's segment is the same product as in `run_experts`.
     """

@@ -16,7 +16,7 @@ from torch import nn
 from epoch_moe import checks
 from epoch_moe.block import BlockSpec, EpochMoEBlock
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.run import pick_backend, pick_segments
+from epoch_moe.experts.run import pick_backend
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.follow.scope import Following, follow_generate
@@ -129,8 +129,7 @@ def patch(
         else:
             prepared.append((path, module, spec))
     for _, module, spec in prepared:
-        pick = pick_backend if residency is None else pick_segments
-        pick(backend, ExpertWeights(spec.holder(module), spec.layout).outline())
+        pick_backend(backend, ExpertWeights(spec.holder(module), spec.layout).outline(), pieces=residency is not None)
     slot.num_layers = len(prepared)
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,17 +26,17 @@ from torch import Tensor, nn
 
 from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.layouts import Layout
-from epoch_moe.experts.run import Backend, pick_segments, segments_of
+from epoch_moe.experts.run import Backend, pick_backend, segments_of
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
-from epoch_moe.residency.loader import LayerCounts, Loader
+from epoch_moe.residency.loader import Job, LayerCounts, Loader
 from epoch_moe.residency.placement import LayerPlacement, Move, Steps
 from epoch_moe.residency.policies import Policy
 from epoch_moe.residency.sources import ExpertSource
 from epoch_moe.routing import NO_EXPERT
-from epoch_moe.worklist import build_worklist, combine, count_pairs, expert_groups
+from epoch_moe.worklist import Worklist, build_worklist, combine, count_pairs, expert_groups
 
 
 class ResidentExperts:
@@ -116,7 +115,7 @@ class ResidentExperts:
 
     def pick(self, requested: Backend) -> Backend:
         """See `LayerExperts`."""
-        return pick_segments(requested, self.fast)
+        return pick_backend(requested, self.fast, pieces=True)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -180,107 +179,92 @@ class ResidentExperts:
         dtype: torch.dtype,
         tell: Callable[[], Demand],
     ) -> Tensor:
-        segments = segments_of(pick_segments(backend, self.fast))
+        segments = segments_of(pick_backend(backend, self.fast, pieces=True))
         with self.clock.turn():
             demand = tell()
             steps = Steps([], [], [])  # rows of other ranks only: no forward of this layer
             if demand.experts:
                 steps = self.placement.plan(demand, self.policy, self.loader.worth_loading)
-            return self._carry_out(x_RH, ids_RK, weights_RK, demand, steps, segments, part, dtype)
+            jobs: list[Job] = [(expert, slot) for expert, slot, _ in steps.loads]
+            jobs += [(expert, None) for expert in steps.bypass]
+            # Slots come first in the order of pairs, then missing experts in the order in which they are brought.
+            slots, key_E = self.placement.slots, self.placement.slot_of_E.clone()
+            for number, (expert, _) in enumerate(jobs):
+                key_E[expert] = slots + number
+            keys_RK = key_E.to(ids_RK.device)[ids_RK.clamp_min(0)].masked_fill(ids_RK == NO_EXPERT, NO_EXPERT)
+            # The order of a row's sum is that of all experts, wherever they lie.
+            groups = expert_groups(ids_RK, self.num_experts, part)
+            worklist = replace(build_worklist(keys_RK, slots + len(jobs)), groups=groups)
+            asked = torch.tensor(demand.experts, dtype=torch.int64)
+            pairs_N = torch.zeros(slots + len(jobs), dtype=torch.int64)
+            pairs_N[key_E[asked]] = demand.counts_E[asked]
+            out_PH = self._products(x_RH[worklist.row_P], worklist, pairs_N.tolist(), jobs, steps, segments)
+            return combine(out_PH, weights_RK, worklist, dtype)
 
-    def _carry_out(
+    def _products(
         self,
-        x_RH: Tensor,
-        ids_RK: Tensor,
-        weights_RK: Tensor,
-        demand: Demand,
+        x_PH: Tensor,
+        worklist: Worklist,
+        pairs_N: list[int],
+        jobs: list[Job],
         steps: Steps,
         segments: Callable[..., Tensor],
-        part: tuple[int, int] | None,
-        dtype: torch.dtype,
     ) -> Tensor:
-        counts = self.counts
-        slots, slot_of = self.placement.slots, {expert: slot for expert, slot, _ in steps.loads}
-        jobs: list[tuple[int, int | None]] = [(expert, slot) for expert, slot, _ in steps.loads]
-        jobs += [(expert, None) for expert in steps.bypass]
-        # Slots come first in the order of pairs, then missing experts in the order in which they are brought.
-        key_E = torch.full((self.num_experts,), NO_EXPERT, dtype=torch.int64)
-        hits = torch.tensor(steps.hits, dtype=torch.int64)
-        key_E[hits] = self.placement.slot_of_E[hits]
-        missing = [expert for expert, _ in jobs]
-        key_E[torch.tensor(missing, dtype=torch.int64)] = slots + torch.arange(len(missing))
-        keys_RK = key_E.to(ids_RK.device)[ids_RK.clamp_min(0)].masked_fill(ids_RK == NO_EXPERT, NO_EXPERT)
-        # The order of a row's sum is that of all experts, wherever they lie.
-        groups = expert_groups(ids_RK, self.num_experts, part)
-        worklist = replace(build_worklist(keys_RK, slots + len(missing)), groups=groups)
-        pairs_E: list[int] = demand.counts_E.tolist()
-        hit_pairs = sum(pairs_E[expert] for expert in steps.hits)
-        x_PH = x_RH[worklist.row_P]
-        out_PH = torch.empty_like(x_PH)
+        """Each pair's output ``[P,H]``: slots in one go, then missing experts as they come in.
+
+        Those that lie on the host are computed there. Some take the slot of one that was used before them: the policy
+        finds them worth more.
+
+        Args:
+            x_PH: rows in the worklist's order.
+            worklist: over the slots, then the experts of ``jobs``.
+            pairs_N: pairs of each of these.
+            jobs, steps: what is to come, and what happens to the slots.
+            segments: see `segments_of`.
+        """
+        counts, slots = self.counts, self.placement.slots
+        swaps = {move[0]: move for move in steps.swaps}
+        begin = sum(pairs_N[:slots])
         arrived: set[int] = set()
+        out_PH = torch.empty_like(x_PH)
         try:
             with self.loader.bring(self.source, self.fast, jobs, counts) as arrivals:
                 start = time.perf_counter()
-                if hit_pairs:
-                    in_slots: list[int] = [0] * slots
-                    for expert in steps.hits:
-                        in_slots[int(self.placement.slot_of_E[expert])] = pairs_E[expert]
-                    out_PH[:hit_pairs] = segments(
-                        x_PH[:hit_pairs], self.fast, in_slots, worklist.ends_E[:slots]
-                    )
+                if begin:
+                    out_PH[:begin] = segments(x_PH[:begin], self.fast, pairs_N[:slots], worklist.ends_E[:slots])
                 counts.slot_seconds += time.perf_counter() - start
-                swaps = {move[0]: move for move in steps.swaps}
-                self._compute_missing(x_PH, out_PH, hit_pairs, pairs_E, arrivals, arrived, swaps, segments)
+                first, x, out = 0, x_PH, out_PH
+                for (expert, loaded, weights), rows in zip(arrivals, pairs_N[slots:], strict=True):
+                    if loaded:
+                        arrived.add(expert)
+                    start = time.perf_counter()
+                    if weights.down_EHF.device != x.device:  # and all that follow are the host's: rows travel once
+                        first, x = begin, x_PH[begin:].to("cpu")
+                        out = torch.empty_like(x)
+                    own = slice(begin - first, begin - first + rows)
+                    ends = torch.tensor([rows], dtype=torch.int32, device=x.device)
+                    out[own] = segments(x[own], weights, [rows], ends)
+                    begin += rows
+                    if expert in swaps:
+                        self._fill_slot(swaps[expert], weights)
+                    seconds = time.perf_counter() - start
+                    if loaded:
+                        counts.slot_seconds += seconds
+                    else:
+                        counts.bypass_seconds += seconds
         except BaseException:
             # Their slots hold nothing that could be used, or half of it.
-            self.placement.forget(expert for expert in slot_of if expert not in arrived)
+            self.placement.forget(expert for expert, slot in jobs if slot is not None and expert not in arrived)
             raise
-        return combine(out_PH, weights_RK, worklist, dtype)
-
-    def _compute_missing(
-        self,
-        x_PH: Tensor,
-        out_PH: Tensor,
-        begin: int,
-        pairs_E: list[int],
-        arrivals: Iterator[tuple[int, bool, ExpertViews]],
-        arrived: set[int],
-        swaps: dict[int, Move],
-        segments: Callable[..., Tensor],
-    ) -> None:
-        """The products of missing experts, as they come in; those that lie on the host are computed there.
-
-        Some of them take the slot of one that was used before them: the policy finds them worth more.
-        """
-        counts = self.counts
-        host: tuple[int, Tensor, Tensor] | None = None
-        for expert, loaded, weights in arrivals:
-            if loaded:
-                arrived.add(expert)
-            rows = pairs_E[expert]
-            start = time.perf_counter()
-            x, out, first = x_PH, out_PH, 0
-            if weights.down_EHF.device != x_PH.device:
-                if host is None:  # all that follow are the host's: their rows travel once
-                    x_host_PH = x_PH[begin:].to("cpu")
-                    host = begin, x_host_PH, torch.empty_like(x_host_PH)
-                first, x, out = host
-            part = slice(begin - first, begin - first + rows)
-            offsets = torch.tensor([rows], dtype=torch.int32, device=x.device)
-            out[part] = segments(x[part], weights, [rows], offsets)
-            begin += rows
-            if expert in swaps:
-                slot = swaps[expert][1]
-                self.fast.gate_up_E2FH[slot].copy_(weights.gate_up_E2FH[0])
-                self.fast.down_EHF[slot].copy_(weights.down_EHF[0])
-                self.placement.swap(swaps[expert])
-            if not loaded:
-                counts.bypass_seconds += time.perf_counter() - start
-            else:
-                counts.slot_seconds += time.perf_counter() - start
-        if host is not None:
-            first, _, out = host
+        if out is not out_PH:
             out_PH[first:begin] = out[: begin - first].to(out_PH.device)
+        return out_PH
+
+    def _fill_slot(self, move: Move, weights: ExpertViews) -> None:
+        _, slot, _ = move
+        self.fast.gate_up_E2FH[slot].copy_(weights.gate_up_E2FH[0])
+        self.fast.down_EHF[slot].copy_(weights.down_EHF[0])
+        self.placement.swap(move)
 
     # ------------------------------------------------------------------------------------------------ the modules' side
 
@@ -322,25 +306,19 @@ class ResidentExperts:
                 stacked.down_EHF[expert].copy_(buffer[1])
         return stacked
 
-    @contextmanager
-    def without_parameters(self) -> Iterator[None]:
-        """The modules without their parameters for a while: `.to()` cannot move what has no memory."""
-        owners = self.layout.owners()
-        taken = [module._parameters.pop(name) for module, name in owners]
-        try:
-            yield
-        finally:
-            for (module, name), param in zip(owners, taken, strict=True):
-                module._parameters[name] = param
-
     def follow(self, fn: Callable[[Tensor], Tensor], move: Callable[[], object]) -> None:
         """`nn.Module._apply` of a block: ``move()`` applies ``fn`` to its parameters, and fast memory follows.
 
         It is empty after that. Values are those that a whole model would have: what is read from now on goes through
         the same conversions.
         """
-        with self.without_parameters():
+        owners = self.layout.owners()
+        taken = [module._parameters.pop(name) for module, name in owners]  # `.to()` cannot move what has no memory
+        try:
             move()
+        finally:
+            for (module, name), param in zip(owners, taken, strict=True):
+                module._parameters[name] = param
         one = self.fast.down_EHF.new_zeros(1)
         there = fn(one)
         if there.device.type == "meta":
@@ -355,7 +333,7 @@ class ResidentExperts:
         self.placement.forget(range(self.num_experts))
         self._allocate(there.dtype)
         self.loader.buffers(there.dtype, self.device)
-        for module, name in self.layout.owners():
+        for module, name in owners:
             meta = module._parameters[name]
             assert meta is not None
             module._parameters[name] = nn.Parameter(meta.to(there.dtype), meta.requires_grad)

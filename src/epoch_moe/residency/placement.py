@@ -119,7 +119,14 @@ class LayerPlacement:
             self._put(move)
         loaded = {expert for expert, _, _ in loads}
         bypass = [expert for expert in missed if expert not in loaded]
-        self._count(demand, hits, missed, loads, bypass)
+        hit_pairs, miss_pairs, bypassed_pairs = (
+            sum(demand.counts_E[experts].tolist()) for experts in (hits, missed, bypass)
+        )
+        self.counts += PlacementCounts(
+            forwards=1, demanded=len(demand.experts), hits=len(hits), misses=len(missed), hit_pairs=hit_pairs,
+            miss_pairs=miss_pairs, loads=len(loads), bypassed=len(bypass), bypassed_pairs=bypassed_pairs,
+            evictions=sum(evicted != NOT_HERE for _, _, evicted in loads),
+        )  # fmt: skip
         return Steps(hits, loads, bypass, swaps)
 
     def swap(self, move: Move) -> None:
@@ -128,9 +135,7 @@ class LayerPlacement:
         if self._expert_in[slot] != evicted:
             raise ValueError(f"slot {slot} holds expert {self._expert_in[slot]}: expected {evicted}, as it was planned")
         self._put(move)
-        self.counts.loads += 1
-        self.counts.swaps += 1
-        self.counts.evictions += 1
+        self.counts += PlacementCounts(loads=1, swaps=1, evictions=1)
 
     def moves(
         self, missed: list[int], demand: Demand, policy: Policy, worth_loading: WorthLoading
@@ -174,22 +179,6 @@ class LayerPlacement:
             self.slot_of_E[evicted] = NOT_HERE
         self.slot_of_E[expert] = slot
         self._expert_in[slot] = expert
-
-    def _count(
-        self, demand: Demand, hits: list[int], missed: list[int], loads: list[Move], bypass: list[int]
-    ) -> None:
-        counts_E: list[int] = demand.counts_E.tolist()
-        counts = self.counts
-        counts.forwards += 1
-        counts.demanded += len(hits) + len(missed)
-        counts.hits += len(hits)
-        counts.misses += len(missed)
-        counts.hit_pairs += sum(counts_E[expert] for expert in hits)
-        counts.miss_pairs += sum(counts_E[expert] for expert in missed)
-        counts.loads += len(loads)
-        counts.evictions += sum(evicted != NOT_HERE for _, _, evicted in loads)
-        counts.bypassed += len(bypass)
-        counts.bypassed_pairs += sum(counts_E[expert] for expert in bypass)
 
     def forget(self, experts: Iterable[int]) -> None:
         """Empty the slots of experts whose weights did not arrive, or are no longer right."""
