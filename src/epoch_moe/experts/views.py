@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ class ExpertViews:
     def fused(cls, gate_up_E2FH: Tensor, down_EHF: Tensor) -> ExpertViews:
         """Experts whose gate and up projections are one tensor."""
         return cls((gate_up_E2FH,), down_EHF)
+
+    @classmethod
+    def empty(cls, num_experts: int, inner: int, hidden: int, **where: Any) -> ExpertViews:
+        """Fused uninitialised memory for E experts; ``where`` as for `torch.empty`."""
+        # Tensors made in inference mode could not be written outside of it, and never be trained.
+        with torch.inference_mode(False):
+            gate_up_E2FH = torch.empty(num_experts, 2 * inner, hidden, **where)
+            return cls.fused(gate_up_E2FH, torch.empty(num_experts, hidden, inner, **where))
 
     @property
     def kind(self) -> ViewKind:

@@ -204,8 +204,7 @@ class ExpertWeights:
         num_experts, inner, hidden = self.layout.sizes()
         param = self.layout.params()[0]
         with FakeTensorMode():
-            sizes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-            return ExpertViews.fused(*(torch.empty(size, dtype=param.dtype, device=param.device) for size in sizes))
+            return ExpertViews.empty(num_experts, inner, hidden, dtype=param.dtype, device=param.device)
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)

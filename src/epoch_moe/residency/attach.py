@@ -23,6 +23,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.config import ResidencyConfig, slots_per_layer
@@ -220,38 +221,34 @@ def _find(
         if named or origin.verified:
             raise
         return
+    advice = ". Leave ResidencyConfig.source out to have the model's experts written to a temporary file" * named
     for layer in layers:
-        _, inner, hidden = layer.whole.layout.sizes()
         try:
+            _, inner, hidden = layer.whole.layout.sizes()
             found = find_parts(origin.headers, files, layer.path, experts, inner, hidden)
+            if found is None:
+                raise ValueError("it has no such experts")
+            source = FileSource(*found, staging)
+            if not origin.verified:
+                _compare(source, layer, experts)
         except ValueError as error:
             if named or origin.verified:
-                raise ValueError(f"{origin.folder} cannot be the source of {layer.path}: {error}") from error
-            continue
-        difference = "has no such experts"
-        if found is not None:
-            source = FileSource(*found, staging)
-            difference = "" if origin.verified else _difference(source, layer, experts)
-            if not difference:
-                layer.source = source
-        if difference and (named or origin.verified):
-            raise ValueError(
-                f"{origin.folder} cannot be the source of {layer.path}: it {difference}. Leave ResidencyConfig.source "
-                "out to have the model's experts written to a temporary file"
-            )
+                raise ValueError(f"{origin.folder} cannot be the source of {layer.path}: {error}{advice}") from error
+        else:
+            layer.source = source
 
 
-def _difference(source: FileSource, layer: _Layer, experts: range) -> str:
-    """In what a file's experts are not the model's, or ''."""
+def _compare(source: FileSource, layer: _Layer, experts: range) -> None:
+    """Refuse experts of a file that are not the model's."""
     stacked = layer.whole.ensure()
-    buffers = [torch.empty(t.shape[1:], dtype=t.dtype) for t in (stacked.gate_up_E2FH, stacked.down_EHF)]
+    weights = stacked.gate_up_E2FH.detach(), stacked.down_EHF.detach()
+    buffers = [torch.empty(t.shape[1:], dtype=t.dtype) for t in weights]
     for place, number in enumerate(experts):
         source.read(place, *buffers)
-        for here, there in zip((stacked.gate_up_E2FH, stacked.down_EHF), buffers, strict=True):
+        for here, there in zip(weights, buffers, strict=True):
             # As bytes: NaN is equal to itself then, and -0 is not 0.
-            if not torch.equal(here[place].detach().cpu().contiguous().view(torch.uint8), there.view(torch.uint8)):
-                return f"holds another expert {number} than the model"
-    return ""
+            if not torch.equal(here[place].cpu().contiguous().view(torch.uint8), there.view(torch.uint8)):
+                raise ValueError(f"it holds another expert {number} than the model")
 
 
 def _on_host(config: ResidencyConfig, layers: Sequence[_Layer], total: int) -> bool:
@@ -268,10 +265,10 @@ def _source(state: Residency, index: int, layer: _Layer, host: bool) -> ExpertSo
     if not host:
         return layer.source or _spill(state, index, layer)
     num_experts, inner, hidden = layer.whole.layout.sizes()
-    pinned = layer.device.type == "cuda"
+    there: dict[str, Any] = {"dtype": layer.dtype, "device": "cpu", "pin_memory": layer.device.type == "cuda"}
+    host_E = ExpertViews.empty(num_experts, inner, hidden, **there)
+    gate_up, down = host_E.gate_up_E2FH, host_E.down_EHF
     with torch.inference_mode(False), torch.no_grad():
-        gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=layer.dtype, pin_memory=pinned)
-        down = torch.empty(num_experts, hidden, inner, dtype=layer.dtype, pin_memory=pinned)
         if layer.source is not None:
             for expert in range(num_experts):
                 layer.source.read(expert, gate_up[expert], down[expert])

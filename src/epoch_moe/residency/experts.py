@@ -83,16 +83,9 @@ class ResidentExperts:
         self.moved_bytes = self.peak_bytes = self._conversions = 0
         self._allocate(dtype)
 
-    def _empty(self, experts: int, dtype: torch.dtype) -> ExpertViews:
-        # Tensors made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            return ExpertViews.fused(
-                torch.empty(experts, 2 * self.inner, self.hidden, dtype=dtype, device=self.device),
-                torch.empty(experts, self.hidden, self.inner, dtype=dtype, device=self.device),
-            )
-
     def _allocate(self, dtype: torch.dtype) -> None:
-        self.fast = self._empty(self.placement.slots, dtype)
+        where: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        self.fast = ExpertViews.empty(self.placement.slots, self.inner, self.hidden, **where)
         error = str(self.refused("reading the stacked weights"))
         sizes = (self.num_experts, 2 * self.inner, self.hidden), (self.num_experts, self.hidden, self.inner)
         one = self.fast.down_EHF.new_empty(1)
@@ -297,7 +290,7 @@ class ResidentExperts:
             ResidencyError: one cannot be read.
         """
         dtype = self.fast.down_EHF.dtype
-        stacked = self._empty(self.num_experts, dtype)
+        stacked = ExpertViews.empty(self.num_experts, self.inner, self.hidden, dtype=dtype, device=self.device)
         with torch.inference_mode(False), torch.no_grad():
             buffer = self.loader.buffers(dtype, self.device)[0]
             for expert in range(self.num_experts):

@@ -24,7 +24,7 @@ from torch import Tensor
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.residency.config import Miss
 from epoch_moe.residency.costs import Costs, measure_costs
-from epoch_moe.residency.sources import ExpertSource, Staging
+from epoch_moe.residency.sources import ExpertSource, Staging, expert_buffer
 
 Buffer = tuple[Tensor, Tensor]
 """One expert's ``[2F,H]`` and ``[H,F]`` in main memory."""
@@ -95,10 +95,9 @@ class Loader:
         """Two buffers for experts on their way to ``device``, pinned for a GPU; allocated on the first call."""
         key = (dtype, device.type == "cuda")
         if key not in self._buffers:
-            with torch.inference_mode(False):
-                sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner)) * 2
-                made = [torch.empty(size, dtype=dtype, device="cpu", pin_memory=key[1]) for size in sizes]
-            self._buffers[key] = ((made[0], made[1]), (made[2], made[3]))
+            where: dict[str, Any] = {"dtype": dtype, "device": "cpu", "pin_memory": key[1]}
+            one, other = (expert_buffer(self.inner, self.hidden, **where) for _ in range(2))
+            self._buffers[key] = one, other
         return self._buffers[key]
 
     def free(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -31,6 +31,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.residency.costs import run_length
@@ -132,7 +133,10 @@ class Retention:
         if demand.cold:
             state.cold_E.mul_(self.fade).add_(demand.counts_E > 0)
             state.colds = state.colds * self.fade + 1.0
-        self._count_pairs(state, demand)
+        there_RK, class_RK = demand.ids_RK >= 0, demand.class_R.long().unsqueeze(1).expand_as(demand.ids_RK)
+        pairs = class_RK[there_RK], demand.ids_RK[there_RK]
+        one = torch.ones((), dtype=torch.float64)
+        state.popular_CE.mul_(self.fade).index_put_(pairs, one, accumulate=True)
         self._remember(state, demand)
         state.value_E = None
 
@@ -153,14 +157,6 @@ class Retention:
             cold_E=torch.zeros(self.num_experts, dtype=torch.float64),
         )
 
-    def _count_pairs(self, state: _Layer, demand: Demand) -> None:
-        classes_P = demand.class_R.long().unsqueeze(1).expand_as(demand.ids_RK).reshape(-1)
-        ids_P = demand.ids_RK.reshape(-1)
-        there = ids_P >= 0
-        state.popular_CE.mul_(self.fade)
-        ones_P = torch.ones(int(there.sum()), dtype=torch.float64)
-        state.popular_CE.view(-1).index_add_(0, (classes_P * self.num_experts + ids_P)[there], ones_P)
-
     def _remember(self, state: _Layer, demand: Demand) -> None:
         """Count which remembered branches the rows used again, and remember this forward's."""
         window_R, class_R = demand.window_R, demand.class_R.long()
@@ -172,8 +168,8 @@ class Retention:
         ids_RK = demand.ids_RK[rows].gather(1, order_RK)
         grow = int(window_R.max()) + 1 - state.class_M.numel()
         if grow > 0:
-            state.ids_MDK = torch.cat([state.ids_MDK, state.ids_MDK.new_full((grow, *state.ids_MDK.shape[1:]), -1)])
-            state.class_M = torch.cat([state.class_M, state.class_M.new_full((grow,), -1)])
+            state.ids_MDK = F.pad(state.ids_MDK, (0, 0, 0, 0, 0, grow), value=-1)
+            state.class_M = F.pad(state.class_M, (0, grow), value=-1)
         old_RDK = state.ids_MDK[window_R]
         again_RDK = (old_RDK.unsqueeze(-1) == ids_RK[:, None, None, :]).any(-1) & (old_RDK >= 0)
         state.kept_CDK.index_add_(0, class_R, again_RDK.double())
@@ -283,45 +279,39 @@ class _CommitChance:
     def __init__(self) -> None:
         self.committed = torch.full((BINS + 1,), PRIOR_ROWS * COMMITTED, dtype=torch.float64)
         self.seen = torch.full((BINS + 1,), PRIOR_ROWS, dtype=torch.float64)
-        self._known: Tensor | None = None  # bin of each row by its latest confidence
-        self._before: Tensor | None = None  # what `_known` was when the latest forward began
-        self._live: Tensor | None = None  # rows that were live in the latest forward
+        none = torch.empty(0, dtype=torch.int64)
+        self._known = self._before = none  # bin of each row by its latest confidence, now and before the latest forward
+        self._live = none.bool()  # rows that were live in the latest forward
 
     def observe(self, demand: Demand) -> None:
         """The first layer of a forward tells what became of the rows that were live in the one before."""
-        window_R, class_R = demand.window_R, demand.class_R
-        there = window_R >= 0
-        window_R, class_R = window_R[there], class_R[there]
+        there = demand.window_R >= 0
+        window_R, class_R = demand.window_R[there], demand.class_R[there]
         if demand.cold:
-            self._known = self._before = self._live = None
-        elif self._live is not None and self._before is not None:
-            known = window_R < self._live.numel()
-            window_R, class_R = window_R[known], class_R[known]
-            fate = self._live[window_R] & ((class_R == RowClass.LIVE) | (class_R == RowClass.NEW))
-            bins_R = _fit(self._before, self._live.numel())[window_R[fate]]
-            self.seen.index_add_(0, bins_R, torch.ones(bins_R.numel(), dtype=torch.float64))
-            self.committed.index_add_(0, bins_R, (class_R[fate] == RowClass.NEW).double())
-        rows = int(demand.window_R.max()) + 1 if demand.window_R.numel() else 0
-        self._live = torch.zeros(max(rows, 0), dtype=torch.bool)
-        self._live[demand.window_R[there]] = demand.class_R[there] == RowClass.LIVE
-        self._before = torch.empty(0, dtype=torch.int64) if self._known is None else self._known
+            self._known, self._live = self._known[:0], self._live[:0]
+        known = window_R < self._live.numel()
+        seen_R, now_R = window_R[known], class_R[known]
+        fate = self._live[seen_R] & ((now_R == RowClass.LIVE) | (now_R == RowClass.NEW))
+        bins_R = _fit(self._before, self._live.numel())[seen_R[fate]]
+        self.seen.index_add_(0, bins_R, torch.ones(bins_R.numel(), dtype=torch.float64))
+        self.committed.index_add_(0, bins_R, (now_R[fate] == RowClass.NEW).double())
+        self._live = torch.zeros(int(window_R.max()) + 1 if window_R.numel() else 0, dtype=torch.bool)
+        self._live[window_R] = class_R == RowClass.LIVE
+        self._before = self._known
 
     def confidences(self, confidence_M: Tensor | None) -> None:
         """What the forward that has just ended gave the rows of the window."""
         if confidence_M is None:
-            self._known = None
+            self._known = self._known[:0]
             return
         bins_M = (confidence_M.nan_to_num(0.0) * BINS).long().clamp_(0, BINS - 1)
         self._known = bins_M.masked_fill(confidence_M.isnan(), BINS)
 
     def chance(self, rows: int) -> Tensor:
         """fp64 ``[rows]``, for each row of the window."""
-        known = torch.empty(0, dtype=torch.int64) if self._known is None else self._known
-        return (self.committed / self.seen)[_fit(known, rows)]
+        return (self.committed / self.seen)[_fit(self._known, rows)]
 
 
 def _fit(bins: Tensor, rows: int) -> Tensor:
     """As many bins as rows; what is missing is not known."""
-    if bins.numel() >= rows:
-        return bins[:rows]
-    return torch.cat([bins, bins.new_full((rows - bins.numel(),), BINS)])
+    return F.pad(bins[:rows], (0, max(rows - bins.numel(), 0)), value=BINS)

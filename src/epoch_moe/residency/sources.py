@@ -176,6 +176,12 @@ class Part:
     offset: int
 
 
+def expert_buffer(inner: int, hidden: int, **where: Any) -> tuple[Tensor, Tensor]:
+    """Uninitialised memory for one expert, ``[2F,H]`` and ``[H,F]``; ``where`` as for `torch.empty`."""
+    with torch.inference_mode(False):  # else it could not be written outside of inference mode
+        return torch.empty(2 * inner, hidden, **where), torch.empty(hidden, inner, **where)
+
+
 class Staging:
     """Where an expert is read to whose dtype in the file is not the model's; shared by the layers of a model.
 
@@ -190,11 +196,7 @@ class Staging:
     def of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``[2F,H]`` and ``[H,F]``, allocated on the first call."""
         if dtype not in self._buffers:
-            with torch.inference_mode(False):
-                self._buffers[dtype] = (
-                    torch.empty(2 * self.inner, self.hidden, dtype=dtype, device="cpu"),
-                    torch.empty(self.hidden, self.inner, dtype=dtype, device="cpu"),
-                )
+            self._buffers[dtype] = expert_buffer(self.inner, self.hidden, dtype=dtype, device="cpu")
         return self._buffers[dtype]
 
     @property
@@ -254,16 +256,6 @@ class FileSource:
     def convert(self, before: torch.dtype, after: torch.dtype) -> FileSource:
         """See `ExpertSource.convert`."""
         return FileSource(self.parts_E, self.dtype, self.staging, (*self.dtypes, before))
-
-    @property
-    def files(self) -> list[TensorFile]:
-        """The files, each once."""
-        return list({id(part.file): part.file for parts in self.parts_E for part in parts}.values())
-
-    def forget(self) -> None:
-        """Have the system drop what it caches of the files."""
-        for file in self.files:
-            file.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
         return FileSource(self.parts_E, self.dtype, copy.deepcopy(self.staging, memo), self.dtypes)
