@@ -55,8 +55,9 @@ class EpochConfig:
 
     Example:
         >>> from epoch_moe import EpochConfig
-        >>> EpochConfig(coverage=0.9, refresh_interval=4).replace(on_miss="expand").floor
-        0.85
+        >>> config = EpochConfig(coverage=0.9, refresh_interval=4).replace(on_miss="expand")
+        >>> config.coverage, config.on_miss
+        (0.9, 'expand')
         >>> EpochConfig.exact().refresh_interval
         1
     """
