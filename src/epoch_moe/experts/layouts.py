@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from epoch_moe.experts.bypassed import check_calls, check_linear
+from epoch_moe.experts.views import ExpertViews
 
 LayoutName = Literal["per_expert", "stacked", "fused"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -190,19 +191,17 @@ def is_expert(key: str) -> bool:
     return any(layout.key().fullmatch(key) for layout in LAYOUTS.values())
 
 
-def stored_parts(
-    layout: LayoutName, block: str, experts: range, gate_up_E2FH: Tensor, down_EHF: Tensor
-) -> dict[str, Tensor]:
+def stored_parts(layout: LayoutName, block: str, experts: range, stacked: ExpertViews) -> dict[str, Tensor]:
     """A block's tensors in a checkpoint, by name, and the part of the stacked tensors that each of them is.
 
     Args:
         layout: of the checkpoint.
         block: path of the MoE block, such as ``model.layers.1.mlp``.
         experts: numbers of the experts that the stacked tensors hold.
-        gate_up_E2FH, down_EHF: the stacked tensors, on any device: on meta, the parts say shapes.
+        stacked: fused tensors on any device: on meta, the parts say shapes.
     """
     kind = LAYOUTS[layout]
-    return dict(zip(kind.keys(block, experts), kind.places(gate_up_E2FH, down_EHF), strict=True))
+    return dict(zip(kind.keys(block, experts), kind.places(stacked.gate_up_E2FH, stacked.down_EHF), strict=True))
 
 
 def _check_activation(expert: nn.Module) -> None:

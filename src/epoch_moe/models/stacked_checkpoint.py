@@ -20,6 +20,7 @@ from torch import Tensor
 
 from epoch_moe.experts.layouts import LayoutName, is_expert, stored_parts
 from epoch_moe.experts.shard import keep_experts
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.models.config import ModelSizes
 from epoch_moe.tensor_files import TensorHeader
 
@@ -29,15 +30,10 @@ def moe_block(layer: int) -> str:
     return f"model.layers.{layer}.mlp"
 
 
-def _stacked(sizes: ModelSizes, count: int, **where: Any) -> tuple[Tensor, Tensor]:
-    """Uninitialised tensors for ``count`` experts: gate and up ``[count,2F,H]``, down ``[count,H,F]``."""
-    inner, hidden = sizes.expert_inner, sizes.hidden
-    return torch.empty(count, 2 * inner, hidden, **where), torch.empty(count, hidden, inner, **where)
-
-
 def stored_shapes(sizes: ModelSizes, layout: LayoutName) -> dict[str, tuple[int, ...]]:
     """Shapes of all expert tensors of a checkpoint in ``layout``, by name."""
-    parts = stored_parts(layout, "", range(sizes.experts), *_stacked(sizes, sizes.experts, device="meta"))
+    stacked = ExpertViews.empty(sizes.experts, sizes.expert_inner, sizes.hidden, device="meta")
+    parts = stored_parts(layout, "", range(sizes.experts), stacked)
     one = {rest: tuple(part.shape) for rest, part in parts.items()}
     return {moe_block(layer) + rest: shape for layer in sizes.moe_layers for rest, shape in one.items()}
 
@@ -79,15 +75,16 @@ def load_stacked(
                 keep_experts(block, "per_expert", "experts", experts)
             if not fill:
                 continue
-            stacked = _stacked(sizes, len(kept), dtype=dtype, device=device_of(path))
-            for key, part in stored_parts(layout, path, kept, *stacked).items():
+            where = {"dtype": dtype, "device": device_of(path)}
+            stacked = ExpertViews.empty(len(kept), sizes.expert_inner, sizes.hidden, **where)
+            for key, part in stored_parts(layout, path, kept, stacked).items():
                 file, rows = files[headers[key].file], headers[key].shape[0]
                 if part.dim() == 3 and rows != len(kept):
                     part.copy_(file.get_slice(key)[kept.start : kept.stop])
                 else:
                     part.copy_(file.get_tensor(key))
             # `ExpertWeights` finds them in their places and copies nothing.
-            views = stored_parts("per_expert", "", kept, *stacked)
+            views = stored_parts("per_expert", "", kept, stacked)
             block.experts.load_state_dict({k.removeprefix(".experts."): v for k, v in views.items()}, assign=True)
         others: dict[str, Tensor] = {}
         for key, shape in shapes.items():
