@@ -56,7 +56,8 @@ def check_router(where: str, module: Any) -> None:
         TypeError: naming what it is.
     """
     forwards = [cls for cls in type(module).__mro__ if "forward" in cls.__dict__ and cls is not nn.Module]
-    extra = {*module._parameters, *module._buffers} - {"weight", "expert_bias"}
+    tensors = {**module._parameters, **module._buffers}
+    extra = {name for name, value in tensors.items() if value is not None} - {"weight", "expert_bias"}
     if len(forwards) != 1 or module._modules or extra:
         found = ", ".join([*sorted(extra), *module._modules]) or "a forward over another one's"
         raise TypeError(
