@@ -11,7 +11,7 @@ from helpers import GOLDEN
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import epoch_moe
-import epoch_moe.patching
+import epoch_moe.patching.refuse
 import epoch_moe.plan.block_plan
 import epoch_moe.plan.support
 from epoch_moe.config import EpochConfig
@@ -32,7 +32,7 @@ def iterations(config: EpochConfig, forwards: int = 3, capacity: int | None = No
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         # Fake parameters have no memory to compare or to move, and are no plain parameters.
-        patch.setattr(epoch_moe.patching, "refusal", lambda *args: "")
+        patch.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
         patch.setattr(ExpertWeights, "check", lambda self: None)
         patch.setattr(
             ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
