@@ -323,3 +323,35 @@ def _check(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, spec: RouterS
     tensor("weight_EH", weight_EH, FLOAT_DTYPES, (spec.num_experts, x_TH.shape[1]), x_TH.device)
     if bias_E is not None:
         tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), x_TH.device)
+
+
+def check_size(max_support: int | None, spec: RouterSpec) -> None:
+    """Refuse a size that leaves rows without their top-k."""
+    if max_support is not None and whole("max_support", max_support, "experts", least=1) < spec.top_k:
+        raise ValueError(f"max_support={max_support} must be at least top_k={spec.top_k}: a row chooses that many")
+
+
+def settle(
+    support_GE: Tensor,
+    used_GE: Tensor,
+    natural_GE: Tensor,
+    coverage: float,
+    max_support: int | None,
+    least_saving: float,
+) -> Tensor:
+    """Compiled supports, cut to ``max_support``; or all experts where one would not pay. No host sync.
+
+    Args:
+        support_GE: bool, as compiled.
+        used_GE: bool, experts in the voting rows' natural top-k.
+        natural_GE: weight of each expert over the rows that have it in their natural top-k.
+        coverage, max_support, least_saving: see `epoch_moe.plan.atlas.compile_support`.
+    """
+    size_G1 = support_GE.sum(dim=1, keepdim=True)
+    if max_support is not None:
+        heaviest_GM = natural_GE.argsort(dim=1, descending=True, stable=True)[:, :max_support]
+        cut_GE = torch.zeros_like(support_GE).scatter_(1, heaviest_GM, True)
+        return torch.where(size_G1 > max_support, cut_GE, support_GE)
+    if coverage >= 1.0 or least_saving <= 0.0:
+        return support_GE
+    return support_GE | (size_G1 > (1.0 - least_saving) * used_GE.sum(dim=1, keepdim=True))

@@ -149,7 +149,8 @@ def test_counters_equal_a_recount(
     if config is None:
         assert work.pairs == 4 * work.rows and work.total.supports == 0 and work.coverage != work.coverage
     else:
-        assert work.pairs < 4 * work.rows and 0.45 <= work.coverage <= 1.0 and 4 <= work.support_size <= 16
+        # Compiled for .6 of the natural weight; rows of later forwards keep less, those below the floor of .45 too.
+        assert work.pairs < 4 * work.rows and 0.3 <= work.coverage <= 1.0 and 4 <= work.support_size <= 16
         assert [h["fresh"] for h in context.counters.history] == [rows for _, rows in calls[::2]]
 
 

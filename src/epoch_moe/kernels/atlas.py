@@ -31,8 +31,7 @@ from torch import Tensor
 
 from epoch_moe.kernels.atlas_steps import feasible_kernel, rows_kernel, support_kernel
 from epoch_moe.kernels.launch import supports_triton
-from epoch_moe.plan.atlas import check_size, settle
-from epoch_moe.routing import RouterSpec
+from epoch_moe.routing import RouterSpec, check_size, settle
 
 
 def _config(width: int) -> dict[str, int]:

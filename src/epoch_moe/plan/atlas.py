@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epoch_moe.checks import instance, real, tensor, whole
-from epoch_moe.routing import NO_EXPERT, RouterSpec, natural_order, select
+from epoch_moe.routing import NO_EXPERT, RouterSpec, check_size, natural_order, select, settle
 
 UNITS = 2.0**40
 """Weights are added up as whole numbers of 1 / UNITS: the sums do not depend on the order, on any device."""
@@ -69,12 +69,6 @@ def compile_support(
     )
 
 
-def check_size(max_support: int | None, spec: RouterSpec) -> None:
-    """Refuse a size that leaves rows without their top-k."""
-    if max_support is not None and whole("max_support", max_support, "experts", least=1) < spec.top_k:
-        raise ValueError(f"max_support={max_support} must be at least top_k={spec.top_k}: a row chooses that many")
-
-
 def compile_rows(
     selection_VE: Tensor,
     combine_VE: Tensor,
@@ -98,32 +92,6 @@ def compile_rows(
     support_GE = _make_feasible(support_GE, selection_VE, votes)
     support_GE = settle(support_GE, used_GE, natural_GE, coverage, max_support, least_saving)
     return support_GE | ~used_GE.any(dim=1, keepdim=True)
-
-
-def settle(
-    support_GE: Tensor,
-    used_GE: Tensor,
-    natural_GE: Tensor,
-    coverage: float,
-    max_support: int | None,
-    least_saving: float,
-) -> Tensor:
-    """Compiled supports, cut to ``max_support``; or all experts where one would not pay. No host sync.
-
-    Args:
-        support_GE: bool, as compiled.
-        used_GE: bool, experts in the voting rows' natural top-k.
-        natural_GE: weight of each expert over the rows that have it in their natural top-k.
-        coverage, max_support, least_saving: see `compile_support`.
-    """
-    size_G1 = support_GE.sum(dim=1, keepdim=True)
-    if max_support is not None:
-        heaviest_GM = natural_GE.argsort(dim=1, descending=True, stable=True)[:, :max_support]
-        cut_GE = torch.zeros_like(support_GE).scatter_(1, heaviest_GM, True)
-        return torch.where(size_G1 > max_support, cut_GE, support_GE)
-    if coverage >= 1.0 or least_saving <= 0.0:
-        return support_GE
-    return support_GE | (size_G1 > (1.0 - least_saving) * used_GE.sum(dim=1, keepdim=True))
 
 
 class _Votes:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.atlas import check_size, compile_rows
+from epoch_moe.plan.atlas import compile_rows
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows, PackedRows, true_places
-from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, combine_weights, select
+from epoch_moe.routing import NO_EXPERT, RouterSpec, Routing, Scores, check_size, combine_weights, select
 
 
 class SharedSupport(Protocol):
