@@ -196,9 +196,9 @@ def _read(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Seen | None, Tensor | None, str]:
     """What the tracker needs of a forward's arguments; its rows ``[B,S]``, ids where there are; or why it is dense."""
-    names = [name for name in inspect.signature(module.forward).parameters]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
+    names = list(inspect.signature(module.forward).parameters)
+    passed = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: value for name, value in passed.items() if value is not None and name not in _IGNORED}
     ids_BS, embeds_BSH = given.get("input_ids"), given.get("inputs_embeds")
     if ids_BS is None and isinstance(embeds_BSH, Tensor) and embeds_BSH.dim() == 3:
         return None, embeds_BSH[..., 0], "inputs_embeds"
@@ -218,7 +218,7 @@ def _read(
             past = int(cache.get_seq_length())
         except (AttributeError, TypeError):
             return None, ids_BS, "cache"
-    elif _writes_cache(module, args, kwargs, names):
+    elif _writes_cache(module, passed.get("use_cache")):
         return None, ids_BS, "cache_write"
     seen = Seen(
         ids_BS.to("cpu", torch.int64, copy=True),
@@ -231,11 +231,8 @@ def _read(
     return seen, ids_BS, ""
 
 
-def _writes_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> bool:
-    asked = {**dict(zip(names, args, strict=False)), **kwargs}.get("use_cache")
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "use_cache", False)
-    return bool(asked)
+def _writes_cache(module: nn.Module, asked: Any) -> bool:
+    return bool(getattr(getattr(module, "config", None), "use_cache", False) if asked is None else asked)
 
 
 def _device(module: nn.Module, ids_BS: Tensor) -> torch.device:
