@@ -41,15 +41,22 @@ def test_a_hand_written_loop() -> None:
         assert torch.equal(decode(model, prompt), want)
     exact = follower.report()
     assert exact.work.fallbacks == {} and exact.kinds["request"] == exact.kinds["block"] == 1
+    # One answer may turn where two tokens are nearly as probable: agreement is counted over several.
+    texts = ("sum 3 6 5 4 2:", "work out 3+8+2-3+4-9-1+7:")
+    prompts = [*(tokenizer(text, return_tensors="pt")["input_ids"] for text in texts), prompt]
+    wanted = [decode(model, each) for each in prompts]
     epoch_moe.patch(model)
-    with epoch_moe.following(model) as follower:
-        agreed = float((decode(model, prompt) == want).float().mean())
-    assert agreed > 0.9
+    agreed = []
+    for each, dense in zip(prompts, wanted, strict=True):
+        with epoch_moe.following(model) as follower:
+            agreed.append((decode(model, each) == dense).flatten())
+    assert float(torch.cat(agreed).float().mean()) > 0.9
     assert follower.report().work.pairs < 0.5 * exact.work.pairs and exact.work.pairs == 4 * exact.work.dense_rows
     # Embeddings say nothing about what is decoded.
     with epoch_moe.following(model) as follower:
         assert torch.equal(decode(model, prompt, embeds=True), want)
     assert follower.report().work.fallbacks == {"inputs_embeds": exact.work.forwards}
     # Outside of a scope it is the model, and nothing is counted.
+    counted = epoch_moe.plan_report(model).work.forwards
     assert torch.equal(decode(model, prompt), want)
-    assert epoch_moe.plan_report(model).work.forwards == 3 * exact.work.forwards
+    assert epoch_moe.plan_report(model).work.forwards == counted >= 3 * exact.work.forwards

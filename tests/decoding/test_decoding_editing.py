@@ -170,7 +170,7 @@ def test_editing_costs_what_the_documentation_says(model, prompt):
 
 def test_rows_that_hold_tokens_route_freely(model, prompt):
     """All of a block is live, but a support is for masks: the rows that were filled choose among all experts."""
-    config = EpochConfig(coverage=0.3, coverage_floor=0.0, refresh_interval=None)
+    config = EpochConfig(coverage=0.3, coverage_floor=0.0, refresh_interval=None, least_saving=0.0)
     natural, restricted = [], []
     for editing_threshold in (None, 1.0):
         with patched(model, config):
