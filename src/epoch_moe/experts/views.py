@@ -29,19 +29,21 @@ class ExpertViews:
     """Routed expert weights of one layer, stacked: what every way to compute them reads.
 
     Attributes:
+        kind: ``"fused"`` or ``"separate"``, how gate and up lie.
         projections: fused ``(gate_up_E2FH,)``, the gate above up; or separate ``(gate_EFH, up_EFH)``.
         down_EHF: ``[E,H,F]``.
 
     They are views of memory that somebody else keeps alive and in place; values may change in place.
     """
 
+    kind: ViewKind
     projections: tuple[Tensor, ...]
     down_EHF: Tensor
 
     @classmethod
     def fused(cls, gate_up_E2FH: Tensor, down_EHF: Tensor) -> ExpertViews:
         """Experts whose gate and up projections are one tensor."""
-        return cls((gate_up_E2FH,), down_EHF)
+        return cls("fused", (gate_up_E2FH,), down_EHF)
 
     @classmethod
     def empty(cls, num_experts: int, inner: int, hidden: int, **where: Any) -> ExpertViews:
@@ -50,11 +52,6 @@ class ExpertViews:
         with torch.inference_mode(False):
             gate_up_E2FH = torch.empty(num_experts, 2 * inner, hidden, **where)
             return cls.fused(gate_up_E2FH, torch.empty(num_experts, hidden, inner, **where))
-
-    @property
-    def kind(self) -> ViewKind:
-        """How gate and up lie."""
-        return "fused" if len(self.projections) == 1 else "separate"
 
     @property
     def gate_up_E2FH(self) -> Tensor:
@@ -75,7 +72,8 @@ class ExpertViews:
 
     def part(self, first: int, end: int) -> ExpertViews:
         """Experts ``first`` to ``end - 1``."""
-        return ExpertViews(tuple(weight[first:end] for weight in self.projections), self.down_EHF[first:end])
+        projections = tuple(weight[first:end] for weight in self.projections)
+        return ExpertViews(self.kind, projections, self.down_EHF[first:end])
 
 
 def expert_views(gate_up: GateUp, down: Tensor | PerExpert) -> ExpertViews:
@@ -101,7 +99,7 @@ def expert_views(gate_up: GateUp, down: Tensor | PerExpert) -> ExpertViews:
         projections = (gate_EFH, up_EFH) if fused_E2FH is None else (fused_E2FH,)
     else:
         projections = (_stack("gate_up", gate_up),)  # type: ignore[arg-type]
-    views = ExpertViews(projections, down_EHF)
+    views = ExpertViews("fused" if len(projections) == 1 else "separate", projections, down_EHF)
     _check(views)
     return views
 

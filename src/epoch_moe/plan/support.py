@@ -124,6 +124,7 @@ class SupportState:
             device (`rebuild_G` is always a mask then). For rows in their padded form.
         support_GE: bool, experts that restricted rows may choose; None before the cold pass. One that holds all
             experts restricts nothing.
+        holds_all: the host knows that every one of them holds all experts.
         short_G: bool, supports that held too little of their rows' weight in the last forward (read on the host
             once per forward for all layers).
         rebuild_G: bool, supports to compile anew in this forward; None = none.
@@ -137,6 +138,7 @@ class SupportState:
 
     fixed: bool = False
     support_GE: Tensor | None = None
+    holds_all: bool = False
     short_G: Tensor | None = None
     rebuild_G: Tensor | None = None
     unpaid_G: Tensor | None = None
@@ -229,8 +231,7 @@ def route_fresh(
         state.keep(_join(state.support_GE, natural.ids_RK, rows.joining_R, rows, config, shared))
     if not rows.may_restrict and shared is None:
         return free
-    # Where looking costs nothing, supports that hold all experts are not looked up. All ranks see the same here.
-    if isinstance(rows, ListedRows) and state.support_GE.is_cpu and bool(state.support_GE.all()):
+    if state.holds_all:  # on all ranks that share it
         return free
     return _restricted(scores, natural, by, rows, state, config, shared)
 
@@ -258,6 +259,8 @@ def _compile(
         assert state.support_GE is not None
         state.unpaid_G &= only_G
         support_GE = torch.where(only_G.unsqueeze(1), support_GE, state.support_GE)
+    # With rows as lists, compiling has waited for the device anyway.
+    state.holds_all = isinstance(rows, ListedRows) and bool(support_GE.all())
     state.keep(support_GE)
 
 
