@@ -146,7 +146,7 @@ def replay_table(replays: Sequence[Replay]) -> Table:
             (
                 replay.policy,
                 replay.slots,
-                round(replay.hit_rate, 4),
+                replay.hit_rate,
                 None if pairs is None else round(pairs, 4),
                 round(replay.utilisation, 4),
                 round(numbers["loaded_bytes_per_forward"] / 1e6, 4),

@@ -53,7 +53,9 @@ class Oracle:
                 awake = n >= self.window - self.future and not self.dormant
                 live = token == MASK and in_block
                 held = self.held.get((b, n)) == token
-                full = cold or (refresh and not (self.constant and n < self.prefix))
+                # A refresh on every forward spares nothing (exact settings).
+                spared = self.constant and n < self.prefix and self.interval != 1
+                full = cold or (refresh and not spared)
                 if full or live or awake or not held:
                     want.fresh.add((b, s))
                     if not live and not awake:

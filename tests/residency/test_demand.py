@@ -82,7 +82,8 @@ def test_reused_rows_make_no_demand_until_the_refresh() -> None:
 
 
 def test_prefix_and_future_rows() -> None:
-    constant = classes([[7, MASK, MASK]] * 2, prefix=1, future=1)
+    never = EpochConfig(coverage=None, refresh_interval=None)
+    constant = classes([[7, MASK, MASK]] * 2, prefix=1, future=1, config=never)
     assert constant[0][1] == [C, L, O] and constant[1][:2] == ([1, 2], [L, O])
     drifting = classes([[7, MASK, MASK]] * 2, prefix=1, future=1, prefix_constant=False)
     assert drifting[0][1] == drifting[1][1] == [S, L, O]
