@@ -12,7 +12,7 @@ from epoch_moe.plan.context import BlockPlanContext, open_context
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.recorder import HISTORY_LENGTH, ExpertRecorder
 
-CONFIG = EpochConfig(coverage=0.6, coverage_floor=0.0, refresh_interval=3, support_scope="batch")
+CONFIG = EpochConfig(coverage=0.6, coverage_floor=0.0, refresh_interval=3, support_scope="batch", least_saving=0.0)
 
 
 @pytest.fixture

@@ -314,6 +314,6 @@ def test_shortfalls_are_rare_on_the_tiny_checkpoint() -> None:
     epoch_moe.patch(model)
     prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in generate_problems(8, 3)]
     work = epoch_moe.generate(model, prompts, gen_length=64).counters.read()
-    # 2 % over a hundred problems (docs/plans.md); these eight have a hundred and sixty-eight supports in all.
+    # 2 % over a hundred problems; these eight have no more than a hundred and sixty-eight supports in all.
     assert work.fallbacks.get("shortfall", 0) < 0.05 * work.forwards * len(work.per_layer) * len(prompts)
     assert work.unpaid > 0
