@@ -161,6 +161,7 @@ def test_a_shortfall_routes_freely_at_once_and_rebuilds_next(
                 assert layer.support.support_GE is not None
                 layer.support.support_GE[0] = False
                 layer.support.support_GE[0, :1] = True
+                layer.support.holds_all = False
 
     results = list(planned(model, decode, None, between=shrink, context=context))  # type: ignore[arg-type]
     for logits in results[:2] if scope == "batch" else [results[0]]:
@@ -193,6 +194,7 @@ def test_a_shortfall_in_the_last_forward_is_counted() -> None:
         for layer in plan.layers:
             assert layer.support.support_GE is not None
             layer.support.support_GE.zero_()
+            layer.support.holds_all = False
 
     list(planned(model, decode, None, between=shrink, context=context))  # type: ignore[arg-type]
     assert context.counters.read().fallbacks == {"shortfall": 4}  # two layers, two sequences
