@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
-from epoch_moe.config import EpochConfig
+from epoch_moe import load_model, patch
+from epoch_moe.config import EpochConfig, fingerprint
+from epoch_moe.plan.context import BlockPlanContext
 
 
 def test_defaults_and_presets() -> None:
@@ -101,3 +105,54 @@ def test_a_size_that_could_not_be_kept_is_refused(changes: dict[str, object]) ->
     name, value = next(iter(changes.items()))
     with pytest.raises(ValueError, match=f"max_support=8 with {name}={value!r}"):
         EpochConfig(max_support=8, **changes)  # type: ignore[arg-type]
+
+
+def test_a_value_for_each_layer() -> None:
+    config = EpochConfig(coverage=(0.9, None, 0.8), drift=(0.95, 0.9, 1.0), live_drift=0.99)
+    assert config.of_layer(1) == EpochConfig(coverage=None, drift=0.9, live_drift=0.99)
+    assert EpochConfig(drift=(0.9,)).of_layer(0).drift == 0.9
+    assert EpochConfig().of_layer(7) == EpochConfig() and hash(config) != hash(config.of_layer(0))
+    assert config.of_layer(0).floor == pytest.approx(0.675) and config.of_layer(1).floor == 0.0
+    config.check_model(3)
+    with pytest.raises(ValueError, match=r"coverage=\(0.9, None, 0.8\): expected one value, or one for each of 2"):
+        config.check_model(2)
+    for name, value in (("coverage", (0.9, 1.5)), ("drift", (0.9, None)), ("live_drift", (0.0, 0.9))):
+        with pytest.raises(ValueError, match=f"EpochConfig.{name}={value[1] if value[0] else value[0]}"):
+            EpochConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_support=8 with coverage=None"):
+        EpochConfig(max_support=8, coverage=(0.9, None))
+    with pytest.raises(ValueError, match=r"coverage_floor=0\.85"):
+        EpochConfig(coverage=(0.9, 0.8), coverage_floor=0.85)
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    config = EpochConfig(coverage=(0.9, None), drift=0.95, refresh_interval=None, checkpoint="hidden_size=8")
+    config.save(path, chosen="by hand")
+    assert EpochConfig.load(path) == config and json.loads(path.read_text())["chosen"] == "by hand"
+    for text, said in (
+        ("{", "is no JSON"),
+        ("[]", "is no plan"),
+        ('{"coverage": 0.9}', "is no plan"),
+        ('{"format": 2, "plan": {}}', "format 2: this version reads 1"),
+        ('{"format": 1, "plan": {"covrage": 1}}', "'covrage': an EpochConfig has no such fields"),
+        ('{"format": 1, "plan": {"coverage": 2}}', "coverage=2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            EpochConfig.load(path)
+
+
+def test_another_model_is_refused_everywhere() -> None:
+    model, _ = load_model("tiny-llada2")
+    own = EpochConfig(checkpoint=fingerprint(model.config))
+    other = own.replace(checkpoint=own.checkpoint.replace("num_experts=64", "num_experts=256"))
+    with pytest.raises(ValueError, match=r"made for another model .*num_experts=256.* this one is .*num_experts=64 "):
+        patch(model, other)
+    assert not hasattr(model, "_epoch_moe")
+    patch(model, own)
+    for wrong in (other, EpochConfig(drift=(0.9, 0.9))):
+        with pytest.raises(ValueError, match=r"another model|one for each of 3 MoE layers"):
+            patch(model, wrong)
+        with pytest.raises(ValueError, match=r"another model|one for each of 3 MoE layers"):
+            BlockPlanContext(model, wrong)

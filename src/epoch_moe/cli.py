@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
+import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from epoch_moe.checks import MOST, whole
 from epoch_moe.config import EpochConfig
-from epoch_moe.outputs import check_output, write_json
+from epoch_moe.outputs import check_output, write_json, write_output
+from epoch_moe.problems import HARDER, KINDS, Judge, Problem, check, generate_problems
+from epoch_moe.prompts import make_judge, read_prompts
 
 PRESETS = ("default", "exact", "paper")
 DEFAULT_MODEL = "tiny-llada2"
@@ -23,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (2: the input cannot be used, said in one line)."""
     arguments = build_parser().parse_args(argv)
     try:
-        for option in ("json", "figure"):
+        for option in ("json", "figure", "output"):
             if (path := getattr(arguments, option, None)) is not None:
                 check_output(path, f"--{option}")  # before the work
         return int(arguments.run(arguments))
@@ -51,10 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="answer one prompt", formatter_class=_Formatter)
     generate.add_argument("prompt", help="the prompt's text; - reads it from standard input")
     _model_options(generate)
-    generate.add_argument(
-        "--preset", choices=("dense", *PRESETS), default="default", help="block plan, or none (dense)"
-    )
-    _plan_options(generate)
+    _plan_options(generate, "dense")
     _decoding_options(generate)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
     generate.add_argument("--top-k", type=int, default=None, help="sample among this many tokens")
@@ -79,19 +82,39 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     compare = commands.add_parser(
-        "compare", help="solve held-out problems dense and with a plan, side by side", formatter_class=_Formatter
+        "compare", help="answer the same prompts dense and with a plan, side by side", formatter_class=_Formatter
     )
     _model_options(compare)
-    compare.add_argument("--problems", type=int, default=100, metavar="N", help="how many held-out problems")
-    compare.add_argument("--seed", type=int, default=0, help="of the problems")
-    compare.add_argument("--preset", choices=PRESETS, default="default", help="block plan")
-    compare.add_argument("--batch-size", type=int, default=1, help="problems decoded together")
+    _problem_options(compare, problems=100, batch_size=1)
     _plan_options(compare)
     _decoding_options(compare)
     compare.add_argument("--show", type=int, default=2, metavar="N", help="print the answers to the first N problems")
-    compare.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the whole result as JSON")
-    compare.add_argument("--no-progress", action="store_true", help="no progress bar")
+    compare.add_argument("--output", type=Path, metavar="FILE", help="write both answers to every prompt as JSON lines")
     compare.set_defaults(run=_compare)
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="choose a plan for a model by prompts of one's own",
+        description="Choose drift bounds and coverages, per MoE layer, that save most at an accuracy that prompts of "
+        "one's own certify. Two fifths of the prompts propose settings; the others decide, from tight to loose, by a "
+        "95 %% bound on the accuracy lost against dense (without answers: on the share of changed ones).",
+        formatter_class=_Formatter,
+    )
+    _model_options(calibrate)
+    _problem_options(calibrate, problems=600, batch_size=8)
+    calibrate.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="T", help="accuracy that may be lost; .01 takes 500 prompts"
+    )
+    calibrate.add_argument(
+        "--objective",
+        choices=("bytes", "rows", "time"),
+        default="bytes",
+        help="what to save: expert weights read (GPUs at small batches), rows through experts (CPUs), or seconds",
+    )
+    calibrate.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan as JSON")
+    calibrate.add_argument("--figure", type=Path, metavar="FILE", help="a picture of the settings (.png, .svg, .pdf)")
+    _decoding_options(calibrate)
+    calibrate.set_defaults(run=_calibrate)
 
     return parser
 
@@ -110,21 +133,52 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
 
 
-def _plan_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("plan (changes to the preset)")
+def _problem_options(parser: argparse.ArgumentParser, *, problems: int, batch_size: int) -> None:
+    group = parser.add_argument_group("prompts", "held-out arithmetic of epoch_moe.problems, or a file")
+    group.add_argument("--problems", type=int, default=problems, metavar="N", help="how many held-out problems")
+    group.add_argument("--seed", type=int, default=0, help="of the problems")
+    group.add_argument("--kinds", metavar="A,B", help=f"kinds of problems: {', '.join((*KINDS, *HARDER))}")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='instead: JSON lines, each with "prompt" or "messages", and "answer" where one is known',
+    )
+    group.add_argument(
+        "--judge",
+        metavar="HOW",
+        help="of --prompts: exact (default where there are answers), regex (the answer is a pattern to be found), "
+        "regex:PATTERN (its group, last match, is the answer), or FILE.py with judge(line, text) -> bool",
+    )
+    group.add_argument("--chat", action="store_true", help="of --prompts: apply the tokenizer's chat template")
+    group.add_argument("--batch-size", type=int, default=batch_size, help="prompts decoded together")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the whole result as JSON")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
-    def add(name: str, **how: Any) -> None:
+
+def _plan_options(parser: argparse.ArgumentParser, *presets: str) -> None:
+    """``--preset``, ``--plan``, and an option for each field of `EpochConfig`, explained by its docstring."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--preset", choices=(*presets, *PRESETS), default="default", help="block plan")
+    which.add_argument("--plan", type=Path, default=None, metavar="FILE", help="of EpochConfig.save, or of calibrate")
+    group = parser.add_argument_group(
+        "plan",
+        "changes to the preset or the file; X may be 'none', and of coverage and drift bounds one value per MoE layer: "
+        "0.9,0.95,none",
+    )
+    said = dict(re.findall(r"^    (\w+): (.*?)(?=\n    \w|\n\n)", inspect.getdoc(EpochConfig) or "", re.S | re.M))
+    hints = get_type_hints(EpochConfig)
+    for name, hint in ((f.name, hints[f.name]) for f in fields(EpochConfig) if f.name != "checkpoint"):
+        words = " ".join(said.get(name, "").replace("`", "").split()).replace("%", "%%")
+        how: dict[str, Any] = {"help": words}
+        if hint is bool:
+            how["action"] = argparse.BooleanOptionalAction
+        elif get_origin(hint) is Literal:
+            how["choices"] = get_args(hint)
+        else:
+            how |= {"type": partial(_value, float if float in (hint, *get_args(hint)) else int), "metavar": "X"}
         # Absent unless given, so that the preset decides.
-        group.add_argument(name, default=argparse.SUPPRESS, **how)
-
-    add("--coverage", type=_share, metavar="C", help="routing weight a support holds, or 'none': all experts")
-    add("--drift", type=float, metavar="COSINE", help="recompute decoded rows whose input moved to this or below")
-    add("--live-drift", type=float, metavar="COSINE", help="the same for undecoded rows; try 0.99")
-    add("--refresh-interval", type=_interval, metavar="M", help="recompute all rows every M-th forward, or 'none'")
-    add("--on-miss", choices=("reselect", "drop", "expand"), help="what a row does with experts outside its support")
-    add("--support-scope", choices=("sequence", "batch"), help="one support per sequence, or for the whole batch")
-    add("--restrict-new", action="store_true", help="restrict newly decoded rows too")
-    add("--future-rows", choices=("fresh", "dormant"), help="LLaDA-MoE: what rows of later blocks do between refreshes")
+        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **how)
 
 
 def _decoding_options(parser: argparse.ArgumentParser) -> None:
@@ -168,23 +222,21 @@ def _decoding_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _share(text: str) -> float | None:
+def _value(kind: type[int] | type[float], text: str) -> Any:
+    """A number, or none of it; for one value per MoE layer, several with commas between them."""
     try:
-        return None if text.lower() in ("none", "all") else float(text)
+        values = [None if part in ("none", "all", "never") else kind(part) for part in text.lower().split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share such as 0.95, or 'none'") from None
-
-
-def _interval(text: str) -> int | None:
-    try:
-        return None if text.lower() in ("none", "never") else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, or 'none'") from None
+        example = "0.95 or 0.9,0.95" if kind is float else "5"
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number such as {example}, or 'none'") from None
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
     changes = {f.name: getattr(arguments, f.name) for f in fields(EpochConfig) if hasattr(arguments, f.name)}
-    return EpochConfig.preset(arguments.preset, **changes)
+    if arguments.plan is None:
+        return EpochConfig.preset(arguments.preset, **changes)
+    return EpochConfig.load(arguments.plan).replace(**changes)
 
 
 def _decoding(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
@@ -319,22 +371,36 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _problems(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Sequence[Problem], Judge | None]:
+    """The prompts that were asked for, and who judges the answers."""
+    if arguments.prompts is not None:
+        if arguments.kinds is not None:
+            raise ValueError(f"--kinds {arguments.kinds}: of the held-out problems, which --prompts replaces")
+        prompts = read_prompts(arguments.prompts, tokenizer, arguments.chat)
+        lost = sum(bool(unknown_parts(tokenizer, prompt.prompt)) for prompt in prompts)
+        if lost:
+            print(f"{lost} of {len(prompts)} prompts have parts that the tokenizer does not know", file=sys.stderr)
+        return prompts, make_judge(arguments.judge, prompts)
+    if arguments.judge is not None or arguments.chat:
+        raise ValueError("--judge and --chat say something about --prompts: add it")
+    if arguments.problems < 1:
+        raise ValueError(f"--problems {arguments.problems}: expected at least 1")
+    kinds = None if arguments.kinds is None else arguments.kinds.split(",")
+    return generate_problems(arguments.problems, arguments.seed, kinds, split="held_out"), check
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     from tqdm.auto import tqdm
 
     from epoch_moe.compare import compare
-    from epoch_moe.problems import generate_problems
     from epoch_moe.report import comparison_table
 
-    if arguments.problems < 1:
-        raise ValueError(f"--problems {arguments.problems}: expected at least 1")
     if arguments.show < 0:
         raise ValueError(f"--show {arguments.show}: expected 0 or more")
     plan = _plan(arguments)
     assert plan is not None  # the presets of this command all have a plan
     model, tokenizer = _load(arguments)
-    problems = generate_problems(arguments.problems, arguments.seed, split="held_out")
-    shown: list[str] = []
+    problems, judge = _problems(arguments, tokenizer)
     with tqdm(total=len(problems), unit="problem", desc="compare", disable=arguments.no_progress) as bar:
         result = compare(
             model,
@@ -342,20 +408,63 @@ def _compare(arguments: argparse.Namespace) -> int:
             problems,
             plan,
             batch_size=arguments.batch_size,
+            judge=judge,
             progress=bar.update,
-            samples=arguments.show,
+            samples=len(problems),
             **_decoding(arguments, model.config),
         )
     result["model"], result["seed"] = arguments.model, arguments.seed
+    samples, result["samples"] = result["samples"], result["samples"][: arguments.show]
     for sample in result["samples"]:
-        shown += [
-            f"[{sample['kind']}] {sample['prompt']}",
-            f"  right answer  {sample['answer']}",
-            f"  dense         {sample['dense']}",
-            f"  plan          {sample['plan']}",
-        ]
-    print("\n".join([*shown, "", comparison_table(result)]))
+        print(f"[{sample['kind']}] {sample['prompt']}")
+        right = {} if sample["answer"] is None else {"right answer": sample["answer"]}
+        for name, text in {**right, "dense": sample["dense"], "plan": sample["plan"]}.items():
+            print(f"  {name:12s}  {text}")
+    print(f"\n{comparison_table(result)}")
     write_json(arguments.json, result)
+    if arguments.output is not None:
+        write_output(arguments.output, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+        print(f"written to {arguments.output}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from tqdm.auto import tqdm
+
+    from epoch_moe.calibrate import calibrate, calibration_table
+
+    model, tokenizer = _load(arguments)
+    problems, judge = _problems(arguments, tokenizer)
+    options = _decoding(arguments, model.config)
+    with tqdm(unit="prompt", disable=arguments.no_progress) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            if done == 0:
+                bar.reset(total)
+                bar.set_description(what)
+            bar.update(done)
+
+        found = calibrate(
+            model,
+            tokenizer,
+            problems,
+            tolerance=arguments.tolerance,
+            objective=arguments.objective,
+            judge=judge,
+            batch_size=arguments.batch_size,
+            progress=progress,
+            **options,
+        )
+    print(calibration_table(found.about))
+    about = {**found.about, "model": arguments.model}
+    found.config.save(arguments.output, **about)
+    print(f"written to {arguments.output}")
+    write_json(arguments.json, about)
+    if arguments.figure is not None:
+        from epoch_moe.report import frontier_figure
+
+        frontier_figure(about).savefig(arguments.figure)
+        print(f"written to {arguments.figure}")
     return 0
 
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from epoch_moe.checks import ArgumentError, choice, flag, real, whole
+from epoch_moe.checks import ArgumentError, choice, flag, instance, real, whole, wrong
 from epoch_moe.experts.run import BACKENDS, Backend
+from epoch_moe.outputs import write_output
 
 OnMiss = Literal["reselect", "drop", "expand"]
 Recompile = Literal["shortfall", "refresh"]
 SupportScope = Literal["sequence", "batch"]
 FutureRows = Literal["fresh", "dormant"]
+PerLayer = float | tuple[float | None, ...] | None
+LAYERED = ("coverage", "drift", "live_drift")
+"""Fields that may hold a value for each MoE layer."""
+FORMAT = 1
+"""Of the files that `EpochConfig.save` writes."""
+_OF_A_MODEL = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "expert_intermediate_size", "intermediate_size",
+    "num_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "vocab_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochConfig:
     """How a block plan saves work, and what it may change.
+
+    `coverage`, `drift` and `live_drift` are one value for all MoE layers, or a tuple with one for each.
 
     Attributes:
         coverage: share of the live rows' natural routing weight (that of their natural top-k) that lies inside a
@@ -52,6 +67,8 @@ class EpochConfig:
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
             go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
         backend: how routed experts are computed, see `epoch_moe.experts.run`.
+        checkpoint: what `fingerprint` says of the model that these choices were made for; with another one they are
+            refused (where a model is known: a `RowStore` has none). None = for any.
 
     Example:
         >>> from epoch_moe import EpochConfig
@@ -62,7 +79,7 @@ class EpochConfig:
         1
     """
 
-    coverage: float | None = 0.95
+    coverage: PerLayer = 0.95
     candidate_factor: int = 4
     least_saving: float = 0.15
     max_support: int | None = None
@@ -73,18 +90,21 @@ class EpochConfig:
     coverage_floor: float | None = None
     recompile: Recompile = "shortfall"
     refresh_interval: int | None = 5
-    drift: float | None = None
-    live_drift: float | None = None
+    drift: PerLayer = None
+    live_drift: PerLayer = None
     future_rows: FutureRows = "fresh"
     backend: Backend = "auto"
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         def own(name: str) -> tuple[str, Any]:
             return f"EpochConfig.{name}", getattr(self, name)
 
         most = 1.0
-        if self.coverage is not None:
-            most = real(*own("coverage"), "None (all experts) or a share in (0, 1]", most=1.0, above=True)
+        for value in self.values("coverage"):
+            if value is not None:
+                share = "None (all experts) or a share in (0, 1]"
+                most = min(most, real("EpochConfig.coverage", value, share, most=1.0, above=True))
         if self.coverage_floor is not None:
             real(*own("coverage_floor"), f"None or a share in [0, coverage={self.coverage}]", most=most)
         whole(*own("candidate_factor"), "times top-k experts", least=1)
@@ -96,7 +116,7 @@ class EpochConfig:
         if self.max_support is not None:
             whole(*own("max_support"), "None or a number of experts", least=1)
             for name, value in (("join", True), ("on_miss", "expand"), ("coverage", None)):
-                if getattr(self, name) == value:
+                if value in self.values(name):
                     raise ArgumentError(
                         f"max_support={self.max_support} with {name}={value!r}: there is no size to keep to; leave "
                         "out one of the two"
@@ -110,10 +130,11 @@ class EpochConfig:
         if self.refresh_interval is not None:
             whole(*own("refresh_interval"), "a number of forwards, or None: never", least=1)
         for name in ("drift", "live_drift"):
-            if getattr(self, name) is not None:
-                real(*own(name), "None or a cosine in (0, 1]", most=1.0, above=True)
+            for value in () if getattr(self, name) is None else self.values(name):
+                real(f"EpochConfig.{name}", value, "None or a cosine in (0, 1]", most=1.0, above=True)
         choice(*own("future_rows"), ("fresh", "dormant"))
         choice(*own("backend"), BACKENDS)
+        instance(*own("checkpoint"), (str, type(None)), "what fingerprint(model.config) returns, or None")
 
     @classmethod
     def exact(cls, **changes: Any) -> EpochConfig:
@@ -153,6 +174,61 @@ class EpochConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
+    def save(self, path: str | Path, **about: Any) -> None:
+        """Write a JSON file that `load` and the command line's ``--plan`` read; ``about``: what else it is to say."""
+        content = {"format": FORMAT, "plan": asdict(self), **about}
+        write_output(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> EpochConfig:
+        """The configuration in a file of `save`, or of ``epoch-moe calibrate``.
+
+        Raises:
+            ValueError: the file is none, or holds something that this version does not know.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        plan = content.get("plan") if isinstance(content, dict) else None
+        if not isinstance(plan, dict):
+            raise ValueError(f'{path} is no plan: expected an object with "format" and "plan", as calibrate writes it')
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {content.get('format')!r}: this version reads {FORMAT}")
+        if unknown := sorted(set(plan) - {f.name for f in fields(cls)}):
+            raise ValueError(f"{path} has {', '.join(map(repr, unknown))}: an EpochConfig has no such fields")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plan.items()}
+        return cls(**values)
+
+    def values(self, name: str) -> tuple[Any, ...]:
+        """The values of a field: one, or one per MoE layer."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,)
+
+    def of_layer(self, layer: int) -> EpochConfig:
+        """The configuration of one MoE layer, where it has values of its own."""
+        given = {name: getattr(self, name) for name in LAYERED}
+        own = {name: value[layer] for name, value in given.items() if isinstance(value, tuple)}
+        return self.replace(**own) if own else self
+
+    def check_model(self, layers: int, model_config: Any = None) -> None:
+        """Refuse a model that these choices were not made for.
+
+        Args:
+            layers: its MoE layers.
+            model_config: its configuration; None: there is none to look at.
+        """
+        for name in LAYERED:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != layers:
+                raise wrong(f"EpochConfig.{name}", value, f"one value, or one for each of {layers} MoE layers")
+        found = self.checkpoint if model_config is None else fingerprint(model_config)
+        if self.checkpoint not in (None, found):
+            raise ArgumentError(
+                f"this plan was made for another model (for {self.checkpoint}; this one is {found}): calibrate it for "
+                "this one, or use it as it is with replace(checkpoint=None)"
+            )
+
     @property
     def watches_drift(self) -> bool:
         """Whether layers compare their inputs with those of their cached outputs."""
@@ -163,4 +239,11 @@ class EpochConfig:
         """`coverage_floor` with its default filled in; 0 where no support is watched."""
         if self.coverage is None or self.max_support is not None:
             return 0.0
+        assert not isinstance(self.coverage, tuple)  # of one layer, see `of_layer`
         return 0.75 * self.coverage if self.coverage_floor is None else self.coverage_floor
+
+
+def fingerprint(model_config: Any) -> str:
+    """What a model's configuration says of its architecture, in one line; ``""`` where it says nothing."""
+    values = ((name, getattr(model_config, name, None)) for name in _OF_A_MODEL)
+    return " ".join(f"{name}={value}" for name, value in values if value is not None)

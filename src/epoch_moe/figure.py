@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,29 @@ def draw_plan(config: Any, counters: Counters, layer: int, block: int) -> PlanFi
     _draw_shares(shares, history, starts)
     _draw_experts(experts, counters, layer, begin, end)
     experts.set_title(f"Experts of MoE layer {layer}, block {block}")
+    return figure
+
+
+def draw_frontier(about: Mapping[str, Any]) -> PlanFigure:
+    """See `epoch_moe.report.frontier_figure`."""
+    figure = PlanFigure(figsize=(7, 4.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for per_layer, marker, label in ((False, "o", "one value for all layers"), (True, "s", "a value per layer")):
+        fits = [setting["fit"] for setting in about["settings"] if setting["per_layer"] is per_layer]
+        places = [fit["cost"] for fit in fits], [100 * fit["seen"] for fit in fits]
+        axes.plot(*places, marker, color=GREY, markersize=6, label=f"proposing: {label}")
+    for accepted, colour, label in ((True, BLUE, "passed"), (False, ORANGE, "failed")):
+        tried = [setting["check"] for setting in about["settings"] if setting.get("accepted") is accepted]
+        costs, seen, bounds = ([one[name] for one in tried] for name in ("cost", "seen", "bound"))
+        height = [100 * (bound - share) for bound, share in zip(bounds, seen, strict=True)]
+        error = [[0.0] * len(tried), height]
+        places = costs, [100 * share for share in seen]
+        axes.errorbar(*places, yerr=error, fmt="D", color=colour, capsize=4, label=f"deciding, to its bound: {label}")
+    axes.axhline(100 * about["tolerance"], color=GREY, linestyle="--", linewidth=1.2, label="tolerance")
+    axes.set_xlabel(f"{about['objective']}, plan / dense")
+    axes.set_ylabel(f"{about['bound_on']} (%)")
+    axes.set_title("Settings tried")
+    axes.legend(fontsize="small")
     return figure
 
 

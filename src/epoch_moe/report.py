@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from epoch_moe.checks import MOST, instance, whole, wrong
+from epoch_moe.paired import paired_text
 from epoch_moe.plan.counters import Counters, Work
 from epoch_moe.tables import Table
 
@@ -139,23 +140,42 @@ def plan_figure(config: Any, counters: Counters, *, layer: int = 0, block: int =
         ValueError: the decode had no plan.
         IndexError: there is no such layer or block.
     """
+    figure = _figure()
+    instance("counters", counters, Counters, "the counters of a decode on a patched model")
+    whole("layer", layer, least=-MOST)
+    whole("block", block, least=-MOST)
+    return figure.draw_plan(config, counters, layer, block)
+
+
+def frontier_figure(about: Mapping[str, Any]) -> Figure:
+    """A picture of the settings that `epoch_moe.calibrate.calibrate` tried: what they cost and what they change.
+
+    Args:
+        about: ``calibration.about``, or the file that ``epoch-moe calibrate`` wrote.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    return _figure().draw_frontier(instance("about", about, Mapping, "the `about` of a calibration"))
+
+
+def _figure() -> Any:
     try:
-        from epoch_moe.figure import draw_plan
+        from epoch_moe import figure
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise ImportError("a figure needs matplotlib: pip install matplotlib, or epoch-moe with [plot]") from error
-    instance("counters", counters, Counters, "the counters of a decode on a patched model")
-    whole("layer", layer, least=-MOST)
-    whole("block", block, least=-MOST)
-    return draw_plan(config, counters, layer, block)
+    return figure
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
     """The text that `epoch-moe compare` prints for its result."""
     instance("result", result, Mapping, "what `epoch_moe.compare.compare` returns")
     dense, plan = result["dense"], result["plan"]
-    rows: list[tuple[Any, ...]] = [("exactly right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}", None)]
+    rows: list[tuple[Any, ...]] = []
+    if dense["accuracy"] is not None:
+        rows.append(("right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}", None))
     rows += [(_label(name), dense[name], plan[name], result["ratios"][name]) for name in COUNTS]
     seconds = "seconds (CPU)" if result["versions"]["device"] == "cpu" else "seconds"
     rows.append((seconds, f"{dense['seconds']:.2f}", f"{plan['seconds']:.2f}", result["ratios"]["seconds"]))
@@ -170,7 +190,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
         f"same tokens: {result['token_agreement']:.2%}"
     )
     fallbacks = ", ".join(f"{reason} {count}" for reason, count in sorted(result["fallbacks"].items()))
-    return f"{table}\n\n{agreement}\nfallbacks: {fallbacks or 'none'}"
+    return f"{table}\n\n{agreement}\n{paired_text(result['paired'])}\nfallbacks: {fallbacks or 'none'}"
 
 
 def _label(name: str) -> str:

@@ -89,7 +89,7 @@ class DeviceSelection:
         """See `Selection`. Supports outside ``only_G`` cost next to nothing."""
         from epoch_moe.kernels.atlas import compile_support_device
 
-        assert self.config.coverage is not None and shared is None
+        assert isinstance(self.config.coverage, (int, float)) and shared is None
         scores, places = self.scores, rows.places.groups * rows.places.block_len
         # Behind the block's places lies one more, for the rows that do not vote.
         grids = torch.zeros(2, places + 1, self.spec.num_experts, device=group_R.device)
@@ -134,7 +134,7 @@ class PaddedLane:
         """See `Lane`. The rows are not packed: the product gathers them."""
         visit = self.visit
         assert isinstance(visit.forward, ForwardPlan)
-        config, dtype = visit.forward.config, x_TH.dtype
+        config, dtype = visit.forward.config.of_layer(visit.index), x_TH.dtype
 
         def by_kernels(scores: Scores, pools_RE: Tensor | None) -> DeviceSelection:
             return DeviceSelection(scores, visit.bias_E, visit.router, config, self.rows, dtype, pools_RE)

@@ -302,7 +302,7 @@ def route_packed(
     """
     forward, rows, support = visit.forward, step.rows, step.state.support
     assert isinstance(forward, ForwardPlan)
-    x_RH, pools_RE = pack(x_TH, rows), None
+    config, x_RH, pools_RE = forward.config.of_layer(visit.index), pack(x_TH, rows), None
     keep_inputs(step, x_RH)
     if visit.router.kind == "block_pool":
         # A row's pool depends on its whole routing block, so the gate sees all rows; experts see the fresh ones.
@@ -317,11 +317,11 @@ def route_packed(
         visit.router,
         rows,
         support,
-        forward.config,
+        config,
         cold=step.cold,
         dtype=x_TH.dtype,
         pools_RE=pools_RE,
-        shared=visit.dispatcher.shared_support(forward.config, visit.name),
+        shared=visit.dispatcher.shared_support(config, visit.name),
         by=None if selection is None else selection(scores, pools_RE),  # type: ignore[arg-type]
     )
     support.count(forward.counters, visit.index)

@@ -50,7 +50,7 @@ def route_rows(
         int64 ids (`NO_EXPERT` for dropped pairs) and fp32 weights, the routed scaling factor included.
     """
     _check(store, layer, fresh)
-    spec, config, rows = store.router, store.config, fresh.rows
+    spec, config, rows = store.router, store.config.of_layer(layer), fresh.rows
     if bias_E is not None:
         tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), store.device)
     if not isinstance(logits_RE, Tensor) or logits_RE.dim() != 2:

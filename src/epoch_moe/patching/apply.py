@@ -109,6 +109,8 @@ def patch(
             raise ValueError("the model is patched already: unpatch it first to change where its experts lie")
         if ep_group is not None and (state.ep is None or state.ep.ranks.group is not Ranks(ep_group).group):
             raise ValueError("the model is patched already: ep_group can only be given to the first patch of a model")
+        if config is not None:
+            config.check_model(len(state.blocks), getattr(model, "config", None))
         return _update(state, config, hints)
 
     backend, origin = "auto" if config is None else config.backend, origin_of(model)
@@ -130,6 +132,8 @@ def patch(
             prepared.append((path, module, spec))
     for _, module, spec in prepared:
         pick_backend(backend, ExpertWeights(spec.holder(module), spec.layout).outline(), pieces=residency is not None)
+    if config is not None:
+        config.check_model(len(prepared), getattr(model, "config", None))
     slot.num_layers = len(prepared)
     if ep_group is not None:
         new.ep = _split(prepared, ep_group, ep_layout, ep_capacity, partial(describe_model, model, new.blocks))

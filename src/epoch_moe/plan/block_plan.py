@@ -454,7 +454,7 @@ class ForwardPlan:
             self.counters.fallbacks["version"] += 1
             rows, cold = self._all_rows(), True
         elif watched and not self.cold:
-            rows = self._moved_rows(x_BSH.reshape(-1, x_BSH.shape[2]), state)
+            rows = self._moved_rows(x_BSH.reshape(-1, x_BSH.shape[2]), state, self.config.of_layer(layer))
         if not fits:
             state.cache_MH = x_BSH.new_empty(cache_shape, dtype=dtype)
             state.inputs_M1H = x_BSH.new_empty(cache_shape[0] + 1, cache_shape[1]) if watched else None
@@ -463,10 +463,11 @@ class ForwardPlan:
         self.layer_rows[layer] = rows
         return LayerStep(rows, state, cold or (self.refresh and self.config.recompile == "refresh"))
 
-    def _moved_rows(self, x_TH: Tensor, state: LayerState) -> ListedRows | PaddedRows:
+    def _moved_rows(self, x_TH: Tensor, state: LayerState, config: EpochConfig) -> ListedRows | PaddedRows:
         """A layer's rows: those of the forward without the ones whose input has hardly moved."""
-        config, classes = self.config, self.classes
-        assert state.inputs_M1H is not None
+        classes = self.classes
+        assert state.inputs_M1H is not None and not isinstance(config.drift, tuple)
+        assert not isinstance(config.live_drift, tuple)
         before_TH = state.inputs_M1H[self.places.entry_T].float()
         cosine_T = torch.cosine_similarity(x_TH.float(), before_TH, dim=-1).clamp(max=1.0)
         # An input that is no number compares as moved.

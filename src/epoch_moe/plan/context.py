@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from epoch_moe.checks import FLOAT_DTYPES, flag, instance, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
@@ -66,6 +66,9 @@ class BlockPlanContext:
         flag("record", record)
         self.config = config
         bytes_per_expert = self._patched.bytes_per_expert()
+        if config is not None:
+            known = getattr(model, "config", None) if isinstance(model, nn.Module) else None
+            config.check_model(len(bytes_per_expert), known)
         self.counters = Counters(len(bytes_per_expert), bytes_per_expert)
         if record:
             self.counters.recorder = ExpertRecorder(self.counters.num_layers)

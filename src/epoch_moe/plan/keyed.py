@@ -180,6 +180,7 @@ class RowStore:
                 f"drift={config.drift}, live_drift={config.live_drift}: a RowStore decides its rows once per forward, "
                 "and drift is decided in every layer; leave both None"
             )
+        config.check_model(num_layers)
         if config.support_scope == "batch" and max_slots > 1:
             raise ValueError(
                 f"support_scope='batch' with max_slots={max_slots}: requests that come and go form no batch to make "

@@ -90,7 +90,7 @@ class TorchSelection:
         self, rows: PackedRows, group_R: Tensor, groups: int, only_G: Tensor | None, shared: SharedSupport | None
     ) -> Tensor:
         """See `Selection`. Waits for the device."""
-        assert isinstance(rows, ListedRows) and self.config.coverage is not None
+        assert isinstance(rows, ListedRows) and isinstance(self.config.coverage, (int, float))
         voting_R = rows.votes_R
         if only_G is None:
             voting_V = true_places(voting_R, rows.num_voting)
