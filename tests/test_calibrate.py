@@ -1,6 +1,7 @@
 """Calibration on the tiny checkpoint: what the trace adds up, how settings are decided, and what is refused."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_allocations_go_from_the_least_error_to_the_least_cost() -> None:
     ways = allocate(cost, error, 9)
     totals = [(sum(cost[i, j] for i, j in enumerate(w)), sum(error[i, j] for i, j in enumerate(w))) for w in ways]
     assert [1, 0] in ways and ways[-1] == [2, 2] and len(ways) <= 9
-    assert all(a[0] > b[0] and a[1] < b[1] for a, b in zip(totals, totals[1:], strict=False))
+    assert all(a[0] > b[0] and a[1] < b[1] for a, b in pairwise(totals))
 
 
 class Scripted:

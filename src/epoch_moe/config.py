@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from epoch_moe.checks import ArgumentError, choice, flag, instance, real, whole, wrong
 from epoch_moe.experts.run import BACKENDS, Backend
-from epoch_moe.outputs import write_output
 
 OnMiss = Literal["reselect", "drop", "expand"]
 Recompile = Literal["shortfall", "refresh"]
@@ -177,7 +176,7 @@ class EpochConfig:
     def save(self, path: str | Path, **about: Any) -> None:
         """Write a JSON file that `load` and the command line's ``--plan`` read; ``about``: what else it is to say."""
         content = {"format": FORMAT, "plan": asdict(self), **about}
-        write_output(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> EpochConfig:
