@@ -116,10 +116,7 @@ def rules(tally: Counter[str]) -> dict[str, tuple[EpochConfig | None, Callable[[
         "default": (EpochConfig(), None),
         "drift .95": (EpochConfig(**NO_SUPPORT, drift=0.95), None),
         "drift .95, live .99": (EpochConfig(**NO_SUPPORT, drift=0.95, live_drift=0.99), None),
-        "drift .95, live .99, commit": (
-            EpochConfig(**NO_SUPPORT, drift=0.95, live_drift=0.99, commit="drift"), None
-        ),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

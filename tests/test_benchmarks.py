@@ -56,6 +56,35 @@ def test_sweep_writes_every_cell(tmp_path):
     assert table.read_text().count("\n| ") == 1 + 10
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_operating_points_go_on_where_they_ended(tmp_path):
+    path = tmp_path / "points.json"
+    few = ("--problems", "2", "--timed", "2", "--thresholds", ".999", "--workers", "1", "--json", str(path))
+    done = run("operating_points.py", "exact", *few)
+    assert done.returncode == 0 and "dense at 0.999" in done.stdout, done.stderr
+    done = run("operating_points.py", "exact", "coverage=none refresh_interval=none drift=.95", *few)
+    assert done.returncode == 0 and "1 tasks" in done.stdout and "dense at" not in done.stdout, done.stderr
+    point = json.loads(path.read_text())["points"]["0.999"]
+    exact, drift = point["settings"].values()
+    assert len(point["dense"]["texts"]) == 2 and exact["paired"]["changed"] == 0
+    assert exact["ratios"]["pairs"] == 1.0 > drift["ratios"]["pairs"] and drift["cpu_ratio"] > 0
+    done = run("operating_points.py", "exact", *few, "--seed", "1")
+    assert done.returncode == 2 and "is of another run" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rules_of_peers_are_compared_with_ours(tmp_path):
+    path = tmp_path / "rules.json"
+    done = run("rules.py", "--problems", "2", "--thresholds", ".999", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rules = json.loads(path.read_text())["thresholds"]["0.999"]["rules"]
+    assert rules["dense"]["pairs"] == rules["dense"]["experts"] == 1.0 and rules["dense"]["paired"]["changed"] == 0
+    assert rules["dinfer"]["pairs"] < rules["team"]["pairs"] < 1.0
+    assert rules["des-vote .4"]["experts"] < rules["des-vote .6"]["experts"] < 1.0
+
+
 @pytest.fixture(scope="module")
 def traffic(tmp_path_factory):
     path = tmp_path_factory.mktemp("traffic") / "traffic.json"
