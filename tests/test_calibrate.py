@@ -36,27 +36,27 @@ def test_the_split_is_by_each_prompt_alone() -> None:
     assert {p.prompt for p in again[0]} == {p.prompt for p in fit} and len(again[1]) == len(decide)
 
 
-def test_the_trace_of_a_layer_alone_is_what_a_decode_with_its_setting_computes(tiny: Any) -> None:
-    """Only the last layer reuses: its inputs are then dense's own, and the estimate of its work is exact."""
+def test_the_trace_of_a_layer_is_what_a_decode_with_its_setting_computes(tiny: Any) -> None:
+    """Only the last layer reuses: its inputs stay dense's own. Nobody reads what it gives for decoded rows."""
     model, tokenizer = tiny
-    options = {"gen_length": 64, "threshold": 1.0}
-    ids = [tokenizer(problem.prompt, add_special_tokens=False)["input_ids"] for problem in PROBLEMS[:2]]
+    options = {"gen_length": 32, "threshold": 1.0}
+    ids = [tokenizer(PROBLEMS[0].prompt, add_special_tokens=False)["input_ids"]]
     with patched(model, None):
         with tracing(list(state_of(model).blocks.values())) as traces:
             generate(model, ids, plan=TRACED, **options)
         rows_S, experts_S, error_S = traces[-1].tables()
         everything = CHOICES.index(Choice(1.0, 1.0, None))
         assert error_S[everything] == 0.0 and rows_S[everything] == rows_S.max()
-        for own in (Choice(0.9, 1.0, None), Choice(1.0, 0.99, None), Choice(0.95, 0.98, None)):
+        # Undecided rows decide tokens, and with them the order of later ones: equal to a few rows.
+        for own, slack in (
+            (Choice(0.95, 1.0, None), 0.0),
+            (Choice(0.8, 1.0, None), 0.0),
+            (Choice(0.9, 0.99, None), 0.05),
+        ):
             plan = TRACED.replace(drift=(1.0, 1.0, own.drift), live_drift=(1.0, 1.0, own.live_drift))
-            out = generate(model, ids, plan=plan, **options)
-            dense = generate(model, ids, plan=None, **options)
-            if not torch.equal(out.sequences, dense.sequences):  # then the two decodes part, and so do their counts
-                continue
-            work, place = out.counters.read().per_layer[-1], CHOICES.index(own)
-            # A layer that changes no token leaves all other layers' inputs within a block as they were.
-            assert rows_S[place] == pytest.approx(work.rows, rel=0.05)
-            assert experts_S[place] == pytest.approx(work.active_experts, rel=0.05)
+            work, place = generate(model, ids, plan=plan, **options).counters.read().per_layer[-1], CHOICES.index(own)
+            assert float(rows_S[place]) == pytest.approx(work.rows, rel=slack)
+            assert float(experts_S[place]) == pytest.approx(work.active_experts, rel=slack)
             assert rows_S[place] < rows_S[everything] and error_S[place] > 0.0
 
 

@@ -111,4 +111,4 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("generate", "inspect", "compare"))
+    assert all(command in out for command in ("generate", "inspect", "compare", "calibrate"))
