@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from epoch_moe import load_model, patch
+from epoch_moe import generate, load_model, patch
 from epoch_moe.config import EpochConfig, fingerprint
 from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.counters import Work
 
 
 def test_defaults_and_presets() -> None:
@@ -156,3 +158,22 @@ def test_another_model_is_refused_everywhere() -> None:
             patch(model, wrong)
         with pytest.raises(ValueError, match=r"another model|one for each of 3 MoE layers"):
             BlockPlanContext(model, wrong)
+
+
+def test_each_layer_computes_by_its_own_values() -> None:
+    """One value given layer by layer changes nothing; a layer with another one computes something else."""
+    model, tokenizer = load_model("tiny-llada2")
+    patch(model)
+    ids = tokenizer("work out 3+8+2-3+4-9-1+7:", return_tensors="pt")["input_ids"]
+
+    def work(**changes: object) -> tuple[torch.Tensor, Work]:
+        plan = EpochConfig(**{"coverage": 0.9, "least_saving": 0.0, "drift": 0.9, **changes})  # type: ignore[arg-type]
+        out = generate(model, ids, gen_length=32, threshold=0.999, plan=plan)
+        return out.sequences, out.counters.read()
+
+    (tokens, one), (again, three) = work(), work(coverage=(0.9,) * 3, drift=(0.9,) * 3, live_drift=None)
+    assert torch.equal(tokens, again) and one == three
+    _, own = work(coverage=(0.9, None, 0.5), drift=(1.0, 0.9, 0.9))
+    restricted = [layer.supports > 0 for layer in own.per_layer]
+    assert restricted == [True, False, True] and own.per_layer[0].rows > own.per_layer[1].rows
+    assert own.per_layer[2].support_size < one.per_layer[2].support_size

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from epoch_moe.cli import main
+from epoch_moe.config import EpochConfig
 from epoch_moe.prompts import Prompt, make_judge, read_prompts
 
 
@@ -119,3 +120,15 @@ def test_options_of_the_other_source_are_refused(tmp_path: Path, capsys: pytest.
     ):
         assert main(["compare", "--no-progress", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_plan_for_another_threshold_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    EpochConfig.exact().save(plan, options={"threshold": 0.999, "block_length": 32, "steps": 32})
+    arguments = ["generate", "sum 1 2 3 4:", "--plan", str(plan), "--gen-length", "32"]
+    assert main(arguments) == 0
+    assert "calibrated with threshold=0.999, not None: its bound does not hold here" in capsys.readouterr().err
+    assert main([*arguments, "--threshold", "0.999"]) == 0
+    assert "calibrated" not in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*arguments, "--preset", "exact"])

@@ -265,7 +265,13 @@ def _decoding(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
         "steps": gen_length if own is canvas else 32,
     }
     given = {name: getattr(arguments, name) for name in defaults}
-    return {**defaults, **{name: value for name, value in (given | own).items() if value is not None}}
+    options = {**defaults, **{name: value for name, value in (given | own).items() if value is not None}}
+    made = None if getattr(arguments, "plan", None) is None else json.loads(arguments.plan.read_text()).get("options")
+    for name in ("threshold", "block_length", "steps", "editing_threshold"):
+        if made and made.get(name) != options.get(name):
+            pair = f"{name}={made.get(name)}, not {options.get(name)}"
+            print(f"{arguments.plan} was calibrated with {pair}: its bound does not hold here", file=sys.stderr)
+    return options
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
