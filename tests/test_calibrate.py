@@ -137,7 +137,7 @@ def test_too_few_prompts_are_refused_before_the_work(tiny: Any) -> None:
 def test_the_command_writes_a_plan_that_compare_takes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plan, figure = tmp_path / "plan.json", tmp_path / "frontier.svg"
     options = ["--no-progress", "--threshold", "0.999", "--kinds", "sum"]
-    made = ["calibrate", "--problems", "90", "--tolerance", "0.1", "--objective", "rows", "--figure", str(figure)]
+    made = ["calibrate", "--problems", "60", "--tolerance", "0.1", "--objective", "rows", "--figure", str(figure)]
     assert main([*made, "--output", str(plan), *options]) == 0
     assert "tolerance 10.00%" in capsys.readouterr().out
     config = EpochConfig.load(plan)
