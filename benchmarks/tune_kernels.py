@@ -31,7 +31,7 @@ from parts.kernel_times import rotating
 from epoch_moe.kernels.grouped_mlp import grouped_mlp
 from epoch_moe.kernels.launch import supports_triton
 from epoch_moe.kernels.route import route
-from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig, grouped_mlp_table
+from epoch_moe.kernels.tuning import GROUPED_MLP, GemmConfig, GroupedMlpConfig
 from epoch_moe.kernels.worklist import device_worklist
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.routing import RouterSpec
@@ -171,7 +171,7 @@ def list_space(chosen: list[tuple[str, bool]]) -> None:
     print("fields and values:")
     for name in field_names():
         print(f"  {name}: {', '.join(map(str, SPACE[name.rpartition('.')[2]]))}")
-    table = grouped_mlp_table()
+    table = GROUPED_MLP
     for key in chosen:
         shapes = ", ".join(shape.name for shape in (RELEASED.values() if key[1] else UNALIGNED))
         print(f"{key}: over {shapes}; begins with")
@@ -205,7 +205,7 @@ def main() -> int:
         raise SystemExit(f"tune_kernels.py cannot run here: {reason}")
     limit = int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
     end = time.monotonic() + arguments.budget
-    table = grouped_mlp_table()
+    table = GROUPED_MLP
     entries = [(key, limit_rows, config) for key in chosen for limit_rows, config in table[key]]
     records, lines = [], []
     for number, (key, limit_rows, start) in enumerate(entries):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from aot.compiler import AotCase, AotFacts
 
-from epoch_moe.kernels.tuning import grouped_mlp_table
+from epoch_moe.kernels.tuning import GROUPED_MLP
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -134,7 +134,7 @@ def value_of(config, name):
 
 
 def test_the_search_finds_the_fastest_and_times_nothing_twice(tune):
-    (_, start), *_, (_, target) = grouped_mlp_table()["half", True]
+    (_, start), *_, (_, target) = GROUPED_MLP["half", True]
     cost, asked = target_cost(tune, target)
     found = tune.descend(start, cost)
     assert found.config == target and found.finished
@@ -142,20 +142,20 @@ def test_the_search_finds_the_fastest_and_times_nothing_twice(tune):
 
 
 def test_the_search_stays_where_nothing_gains_more_than_noise(tune):
-    (_, start), *_ = grouped_mlp_table()["half", True]
+    (_, start), *_ = GROUPED_MLP["half", True]
     found = tune.descend(start, lambda config: 1.0 if config == start else 0.995)
     assert found.config == start and found.cost == 1.0
 
 
 def test_the_search_passes_over_what_cannot_run(tune):
-    (_, start), *_, (_, target) = grouped_mlp_table()["half", True]
+    (_, start), *_, (_, target) = GROUPED_MLP["half", True]
     cost, _ = target_cost(tune, target)
     found = tune.descend(start, lambda config: math.inf if config.block_m == target.block_m else cost(config))
     assert found.config == tune.changed(target, "block_m", start.block_m)
 
 
 def test_the_search_ends_with_the_time_and_says_so(tune):
-    (_, start), *_, (_, target) = grouped_mlp_table()["half", True]
+    (_, start), *_, (_, target) = GROUPED_MLP["half", True]
     cost, asked = target_cost(tune, target)
     found = tune.descend(start, cost, out_of_time=lambda: len(asked) >= 5)
     assert not found.finished and len(asked) == found.tried == 5 and found.cost <= 1.0
@@ -170,14 +170,14 @@ def test_what_is_printed_is_the_table_of_tuning(tune):
     """The lines that a search would print for the present table are the present table."""
     from epoch_moe.kernels import tuning
 
-    for entries in grouped_mlp_table().values():
+    for entries in GROUPED_MLP.values():
         lines = "\n".join(tune.entry_text(limit, config) for limit, config in entries)
         assert eval(f"({lines})", vars(tuning)) == tuple(entries)
 
 
 def test_every_field_and_every_value_is_searched(tune):
     """What the table uses lies in the search space, and so does a change of each of its fields."""
-    for entries in grouped_mlp_table().values():
+    for entries in GROUPED_MLP.values():
         for limit, config in entries:
             assert tune.typical(limit) <= limit
             for name in tune.field_names():

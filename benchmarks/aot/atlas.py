@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 from aot.compiler import AotCase
 
-from epoch_moe.kernels.atlas import _config, _router_constexprs, _row_warps, _support_constexprs
+from epoch_moe.kernels.atlas import _config, _support_constexprs
 from epoch_moe.kernels.atlas_steps import feasible_kernel, rows_kernel, support_kernel
+from epoch_moe.kernels.selection import router_constexprs, row_warps
 
 
 def aot_cases() -> list[AotCase]:
@@ -29,7 +30,7 @@ def aot_cases() -> list[AotCase]:
         ("llada2 E256 K8 groups 4 of 8", 256, 8, 4),
         ("llada-moe E64 K8", 64, 1, 1),
     ):
-        router = _router_constexprs(num_experts, top_k, n_group, topk_group, True)
+        router = router_constexprs(num_experts, top_k, n_group, topk_group)
         left = rows * (8 * candidates + 4 * num_experts + 4)  # ids, weights, dense, target
         held = supports * num_experts
 
@@ -53,7 +54,7 @@ def aot_cases() -> list[AotCase]:
                 rows_kernel,
                 rows_signature,
                 router | {"C": candidates, "C_P": triton.next_power_of_2(candidates), "SURE": 1, "UNION": False},
-                _row_warps(num_experts, candidates),
+                row_warps(num_experts, candidates),
                 rows * (8 * num_experts + 1 + 4 * top_k) + left,
             ),
             case(
@@ -61,14 +62,14 @@ def aot_cases() -> list[AotCase]:
                 rows_kernel,
                 rows_signature,
                 router | {"C": top_k, "C_P": triton.next_power_of_2(top_k), "SURE": top_k, "UNION": True},
-                _row_warps(num_experts, top_k),
+                row_warps(num_experts, top_k),
                 rows * (4 * num_experts + 1) + 2 * held,
             ),
             case(
                 "atlas_support",
                 support_kernel,
                 support_signature,
-                _support_constexprs(num_experts, top_k, candidates, width, True),
+                _support_constexprs(num_experts, top_k, candidates, width),
                 _config(width)["num_warps"],
                 left + 3 * held,
                 True,
@@ -77,7 +78,7 @@ def aot_cases() -> list[AotCase]:
                 "atlas_support",
                 support_kernel,
                 support_signature,
-                _support_constexprs(num_experts, top_k, candidates, rows, True),
+                _support_constexprs(num_experts, top_k, candidates, rows),
                 _config(rows)["num_warps"],
                 left + 3 * num_experts,
                 True,
@@ -88,7 +89,7 @@ def aot_cases() -> list[AotCase]:
                 feasible_kernel,
                 flags | natural | outs,
                 router | {"K_P": triton.next_power_of_2(top_k)},
-                _row_warps(num_experts, 1),
+                row_warps(num_experts, 1),
                 rows * ((4 * num_experts if n_group > 1 else 0) + 1) + held,
             ),
         ]

@@ -31,14 +31,14 @@ def aot_cases() -> list[AotCase]:
                 signature: dict[str, str] = {"pairs_ptr": element, **slots, "count_ptr": "*i32", "out_ptr": element}
                 signature |= {"pairs_stride": "i32", "H": "i32"}
                 cases.append(AotCase(
-                    "combine", label, combine_kernel, signature, {"HAS_COUNT": True, "K": top_k, "BLOCK_H": block},
+                    "combine", label, combine_kernel, signature, {"K": top_k, "BLOCK_H": block},
                     num_warps=warps, num_stages=3, bytes_moved=sums + fresh * row_bytes,
                     flops=2 * fresh * top_k * hidden, not_divisible=odd & set(signature), wide_loads=not odd,
                     options=OPTIONS,
                 ))  # fmt: skip
                 # Sources and entries, reused rows in, the dense shard out, entries out.
                 restored = rows * 8 + fresh * 8 + (rows - fresh + rows + stored) * row_bytes
-                signature = {"y_ptr": element, **slots, "source_ptr": "*i64", "store_ptr": "*i64"}
+                signature = {"y_ptr": element, "source_ptr": "*i64", "store_ptr": "*i64"}
                 signature |= {"cache_ptr": element, "out_ptr": element}
                 signature |= {name: "i32" for name in ("y_stride", "cache_stride", "out_stride", "H")}
                 for kernel, combined, moved in (
@@ -46,8 +46,9 @@ def aot_cases() -> list[AotCase]:
                     ("restore", False, fresh * row_bytes + restored),
                 ):
                     cases.append(AotCase(
-                        kernel, label, restore_kernel, signature,
-                        {"COMBINE": combined, "K": top_k if combined else 1, "BLOCK_H": block},
+                        kernel, label, restore_kernel, signature | (slots if combined else {}),
+                        {"K": top_k if combined else 1, "BLOCK_H": block}
+                        | ({} if combined else dict.fromkeys(slots)),
                         num_warps=warps, num_stages=3, bytes_moved=moved,
                         flops=2 * fresh * top_k * hidden if combined else 0, not_divisible=odd & set(signature),
                         wide_loads=not odd, options=OPTIONS,

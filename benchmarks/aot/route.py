@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from aot.compiler import AotCase
 
-from epoch_moe.kernels.route import _constexprs, _num_warps, _route_kernel
+from epoch_moe.kernels.route import _route_kernel
+from epoch_moe.kernels.selection import router_constexprs, row_warps
 
 
 def aot_cases() -> list[AotCase]:
     """The released models' routers, 4096 rows; with everything that a planned layer passes, and with nothing."""
     rows = 4096
+    plan = {"support": "*u8", "group": "*i64", "restricted": "*u8", "count": "*i32"}
     signature = {
         "logits": "*fp32",
-        "bias": "*fp32",
-        "support": "*u8",
-        "group": "*i64",
-        "restricted": "*u8",
-        "count": "*i32",
         "ids": "*i64",
         "weights": "*fp32",
         "totals": "*fp32",
@@ -30,19 +26,12 @@ def aot_cases() -> list[AotCase]:
         ("llada-moe E64 K8", 64, 1, 1, True),
     ):
         for planned in (False, True):
-            constexprs = _constexprs(
-                num_experts,
-                8,
-                n_group,
-                topk_group,
-                softmax,
-                torch.bfloat16,
-                has_bias=not softmax,
-                has_support=planned,
-                has_group=planned,
-                has_restricted=planned,
-                has_count=planned,
-            )
+            passed = ({} if softmax else {"bias": "*fp32"}) | (plan if planned else {})
+            constexprs = router_constexprs(num_experts, 8, n_group, topk_group)
+            constexprs |= {"K_P": 8, "SOFTMAX": softmax, "ROUND": "bf16" if softmax else "none"}
+            constexprs |= {name: None for name in ("bias", *plan) if name not in passed}
+            if not planned:
+                constexprs["num_supports"] = 1
             # Logits in; ids, weights and totals out; in a plan a support's row (from the cache: not counted), its
             # number and a flag as well.
             per_row = 4 * num_experts + 8 * (8 + 4) + 4 + (9 if planned else 0)
@@ -51,12 +40,12 @@ def aot_cases() -> list[AotCase]:
                     kernel="route",
                     shape=f"{model}, {'planned' if planned else 'free'}, {rows} rows",
                     function=_route_kernel,
-                    signature=signature,
+                    signature={k: v for k, v in (signature | passed).items() if k not in constexprs},
                     constexprs=constexprs,
-                    num_warps=_num_warps(num_experts),
+                    num_warps=row_warps(num_experts),
                     num_stages=1,
                     bytes_moved=rows * per_row,
-                    not_divisible=frozenset({"num_supports"}),
+                    not_divisible=frozenset({"num_supports"} if planned else ()),
                     wide_loads=num_experts == 256,
                 )
             )

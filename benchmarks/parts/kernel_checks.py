@@ -6,6 +6,7 @@ Shape suffixes as in `kernel_layers`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -56,6 +57,17 @@ class Check:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"right": self.right}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def relative_rms(value: Tensor, exact: Tensor) -> float:
@@ -129,13 +141,11 @@ class Checks:
             error = different(*map(attrgetter(name), (worklist, expected)))
             yield self.check("worklist", f"{name} is the reference's", error, 0.0)
 
-        pairs, inner = worklist.pair_P.numel(), shape.inner
-        poison = {"dtype": self.dtype, "device": rows.x_TH.device}
-        pairs_PH = grouped_mlp(
-            rows.x_TH, rows.rows_R, worklist, self.weights.gate_EFH, self.weights.up_EFH, self.weights.down_EHF,
-            shape.top_k, config, act_PF=torch.full((pairs, inner), NAN, **poison),
-            pairs_PH=torch.full((pairs, shape.hidden), NAN, **poison),
-        )  # fmt: skip
+        with poisoned():
+            pairs_PH = grouped_mlp(
+                rows.x_TH, rows.rows_R, worklist, self.weights.gate_EFH, self.weights.up_EFH, self.weights.down_EHF,
+                shape.top_k, config,
+            )  # fmt: skip
         exact_PH = experts_64(rows.x_TH, rows.rows_R, worklist, self.weights, shape.top_k)
         real = exact_PH.shape[0]
         # Rounded twice: between the products and at the end.

@@ -125,9 +125,8 @@ def tensor(
     )
     if not good:
         place = "" if device is None else f" on {device}"
-        kinds = " or ".join(map(str, allowed)) if len(allowed) < 3 else (
-            "whole numbers" if allowed == WHOLE_DTYPES else "floating point"
-        )
+        words = {WHOLE_DTYPES: "whole numbers", FLOAT_DTYPES: "floating point"}
+        kinds = words.get(allowed) or ("numbers" if len(allowed) > 3 else " or ".join(map(str, allowed)))
         what = "dense " if isinstance(value, Tensor) and value.layout != torch.strided else ""
         what = what if isinstance(value, Tensor) else "a tensor of "
         raise wrong(name, value, f"{what}{kinds} [{', '.join(map(str, shape))}]{place}")

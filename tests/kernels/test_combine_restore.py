@@ -231,13 +231,13 @@ def test_opcheck(op):
     [
         (0, lambda t: t.double(), r"pairs_PH is torch.float64"),
         (0, lambda t: t.t(), r"pairs_PH|cache_MH"),
-        (1, lambda t: t.long(), r"rank_RK is torch.int64 .*expected torch.int32 \[16, 3\]"),
+        (1, lambda t: t.long(), r"rank_RK is torch.int64 .*expected torch.int32 \[rows, K\]"),
         (2, lambda t: t.half(), r"weights_RK is torch.float16 .*expected torch.float32 \[16, 3\]"),
-        (2, lambda t: t[:, :2], r"weights_RK is torch.float32 \[16, 2\]"),
-        (3, lambda t: t[:-1], r"source_T is torch.int64 \[14\] .*expected torch.int64 \[15\]"),
+        (2, lambda t: t[:, :2], r"weights_RK is torch.float32 \(16, 2\)"),
+        (3, lambda t: t[:-1], r"source_T is torch.int64 \(14,\) .*expected torch.int64 \[15\]"),
         (4, lambda t: t.int(), r"store_R is torch.int32"),
         (5, lambda t: t.half(), r"cache_MH is torch.float16 .*expected torch.float32 \[rows, 80\]"),
-        (6, lambda t: t[:, :-1], r"out_TH is torch.float32 \[15, 79\]"),
+        (6, lambda t: t[:, :-1], r"out_TH is torch.float32 \(15, 79\)"),
         (6, lambda t: t.t().contiguous().t(), r"out_TH has strides \(1, 15\)"),
     ],
 )

@@ -257,10 +257,10 @@ def test_the_operator_is_declared_right(coverage: float, with_only: bool) -> Non
 @pytest.mark.parametrize(
     ("changes", "quoted"),
     [
-        ({"selection_GWE": torch.rand(2, 3, 7)}, r"selection_GWE has shape \(2, 3, 7\): expected \[G,W,8\]"),
+        ({"selection_GWE": torch.rand(2, 3, 7)}, r"selection_GWE is .*\(2, 3, 7\) .* \[supports, rows, 8\]"),
         ({"combine_GWE": torch.rand(2, 3, 8).half()}, "combine_GWE is torch.float16"),
         ({"vote_GW": torch.ones(2, 3)}, "vote_GW is torch.float32"),
-        ({"only_G": torch.ones(3, dtype=torch.bool)}, r"only_G is torch.bool \(3,\): expected torch.bool \(2,\)"),
+        ({"only_G": torch.ones(3, dtype=torch.bool)}, r"only_G is torch.bool \(3,\) .*: expected torch.bool \[2\]"),
         ({"candidate_factor": 0}, "candidate_factor=0 must be at least 1"),
     ],
 )

@@ -29,8 +29,10 @@ import torch
 import triton
 from torch import Tensor
 
+from epoch_moe.checks import tensor
 from epoch_moe.kernels.atlas_steps import feasible_kernel, rows_kernel, support_kernel
-from epoch_moe.kernels.launch import supports_triton
+from epoch_moe.kernels.launch import require_triton
+from epoch_moe.kernels.selection import limiting_groups, router_constexprs, row_warps
 from epoch_moe.routing import RouterSpec, check_size, settle
 
 
@@ -39,21 +41,7 @@ def _config(width: int) -> dict[str, int]:
     return {"ROWS": 16, "num_warps": 4} if width <= 64 else {"ROWS": 64, "num_warps": 8}
 
 
-def _router_constexprs(
-    num_experts: int, top_k: int, n_group: int, topk_group: int, has_only: bool
-) -> dict[str, object]:
-    return {
-        "E": num_experts,
-        "K": top_k,
-        "NG": n_group,
-        "TOPK_GROUP": topk_group,
-        "NG_P": triton.next_power_of_2(n_group),
-        "GS_P": triton.next_power_of_2(num_experts // n_group),
-        "HAS_ONLY": has_only,
-    }
-
-
-def _support_constexprs(num_experts: int, top_k: int, candidates: int, width: int, has_only: bool) -> dict[str, object]:
+def _support_constexprs(num_experts: int, top_k: int, candidates: int, width: int) -> dict[str, object]:
     return {
         "E": num_experts,
         "K": top_k,
@@ -61,14 +49,7 @@ def _support_constexprs(num_experts: int, top_k: int, candidates: int, width: in
         "E_P": triton.next_power_of_2(num_experts),
         "C_P": triton.next_power_of_2(candidates),
         "ROWS": _config(width)["ROWS"],
-        "HAS_ONLY": has_only,
     }
-
-
-def _row_warps(num_experts: int, candidates: int) -> int:
-    """One warp for up to 256 experts and 256 candidates."""
-    work = max(triton.next_power_of_2(num_experts), triton.next_power_of_2(candidates)) // 256
-    return max(1, min(8, int(work)))
 
 
 @torch.library.custom_op("epoch_moe::compile_support", mutates_args=())
@@ -89,7 +70,7 @@ def _compile(
     device = selection_GWE.device
     selection, combine = selection_GWE.contiguous(), combine_GWE.contiguous()
     vote = vote_GW.contiguous().view(torch.uint8)
-    only = vote if only_G is None else only_G.contiguous().view(torch.uint8)
+    only = None if only_G is None else only_G.contiguous().view(torch.uint8)
 
     def zeros(dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(supports, num_experts, dtype=dtype, device=device)
@@ -106,7 +87,7 @@ def _compile(
     target = scratch(rows, dtype=torch.float32)
     with torch.cuda.device_of(selection):
         if supports * width:
-            router = _router_constexprs(num_experts, top_k, n_group, topk_group, only_G is not None)
+            router = router_constexprs(num_experts, top_k, n_group, topk_group)
             rows_kernel[(supports * width,)](
                 selection,
                 combine,
@@ -126,7 +107,7 @@ def _compile(
                 SURE=top_k if coverage >= 1.0 else 1,
                 UNION=union,
                 **router,
-                num_warps=_row_warps(num_experts, candidates),
+                num_warps=row_warps(num_experts, candidates),
                 num_stages=1,
             )
             if not union:
@@ -145,7 +126,7 @@ def _compile(
                     out,
                     width,
                     coverage,
-                    **_support_constexprs(num_experts, top_k, candidates, width, only_G is not None),
+                    **_support_constexprs(num_experts, top_k, candidates, width),
                     num_warps=_config(width)["num_warps"],
                     num_stages=1,
                 )
@@ -159,7 +140,7 @@ def _compile(
                     width,
                     K_P=triton.next_power_of_2(top_k),
                     **router,
-                    num_warps=_row_warps(num_experts, 1),
+                    num_warps=row_warps(num_experts, 1),
                     num_stages=1,
                 )
     support_GE, used_GE = (t.view(torch.bool) for t in (marks if union else out, used))
@@ -169,19 +150,7 @@ def _compile(
 
 
 @_compile.register_fake
-def _compile_fake(
-    selection_GWE: Tensor,
-    combine_GWE: Tensor,
-    vote_GW: Tensor,
-    only_G: Tensor | None,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    coverage: float,
-    candidates: int,
-    max_support: int | None,
-    least_saving: float,
-) -> Tensor:
+def _(selection_GWE: Tensor, *_: object) -> Tensor:
     return selection_GWE.new_empty(selection_GWE.shape[0], selection_GWE.shape[2], dtype=torch.bool)
 
 
@@ -215,28 +184,16 @@ def compile_support_device(
     Raises:
         ValueError: a shape or dtype that does not fit, or a device without Triton.
     """
-    fits, reason = supports_triton(selection_GWE.device)
-    if not fits:
-        raise ValueError(f"the atlas kernels cannot run here: {reason}")
-    if selection_GWE.dim() != 3 or selection_GWE.shape[2] != spec.num_experts:
-        raise ValueError(
-            f"selection_GWE has shape {tuple(selection_GWE.shape)}: expected [G,W,{spec.num_experts}], "
-            "one score per expert"
-        )
+    require_triton(selection_GWE.device)
+    tensor("selection_GWE", selection_GWE, torch.float32, ("supports", "rows", spec.num_experts))
     supports, width, _ = selection_GWE.shape
-    for name, tensor, shape, dtype in (
-        ("selection_GWE", selection_GWE, selection_GWE.shape, torch.float32),
-        ("combine_GWE", combine_GWE, selection_GWE.shape, torch.float32),
-        ("vote_GW", vote_GW, (supports, width), torch.bool),
-        ("only_G", only_G, (supports,), torch.bool),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}")
+    tensor("combine_GWE", combine_GWE, torch.float32, selection_GWE.shape)
+    tensor("vote_GW", vote_GW, torch.bool, (supports, width))
+    if only_G is not None:
+        tensor("only_G", only_G, torch.bool, (supports,))
     if candidate_factor < 1:
         raise ValueError(f"candidate_factor={candidate_factor} must be at least 1")
-    grouped = spec.kind == "sigmoid_group"
-    usable = spec.topk_group * spec.group_size if grouped else spec.num_experts
-    limited = grouped and spec.topk_group < spec.n_group
+    usable = spec.topk_group * spec.group_size if spec.kind == "sigmoid_group" else spec.num_experts
     check_size(max_support, spec)
     support_GE: Tensor = _compile(
         selection_GWE,
@@ -244,8 +201,7 @@ def compile_support_device(
         vote_GW,
         only_G,
         spec.top_k,
-        spec.n_group if limited else 1,
-        spec.topk_group if limited else 1,
+        *limiting_groups(spec),
         float(coverage),
         spec.top_k if coverage >= 1.0 else min(candidate_factor * spec.top_k, usable),
         max_support,

@@ -42,12 +42,11 @@ def rows_kernel(
     C_P: tl.constexpr,
     SURE: tl.constexpr,
     UNION: tl.constexpr,
-    HAS_ONLY: tl.constexpr,
 ):
     """One row: its natural top-k, its candidates, its target, and marks on what it uses and brings (the best SURE)."""
     row = tl.program_id(0).to(tl.int64)
     which = row // width
-    if HAS_ONLY:  # noqa: SIM102 - settled when it is compiled
+    if only is not None:  # noqa: SIM102 - settled when it is compiled
         if tl.load(only + which) == 0:
             return
     GS: tl.constexpr = E // NG
@@ -120,11 +119,10 @@ def support_kernel(
     E_P: tl.constexpr,
     C_P: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_ONLY: tl.constexpr,
 ):
     """One support: experts by total weight until the aggregate target is met, then the filling of single rows."""
     which = tl.program_id(0).to(tl.int64)
-    if HAS_ONLY:  # noqa: SIM102 - settled when it is compiled
+    if only is not None:  # noqa: SIM102 - settled when it is compiled
         if tl.load(only + which) == 0:
             return
     first = which * width
@@ -207,12 +205,11 @@ def feasible_kernel(
     NG_P: tl.constexpr,
     GS_P: tl.constexpr,
     K_P: tl.constexpr,
-    HAS_ONLY: tl.constexpr,
 ):
     """One row: adds its natural top-k to the support in which it finds fewer than K experts."""
     row = tl.program_id(0).to(tl.int64)
     which = row // width
-    if HAS_ONLY:  # noqa: SIM102 - settled when it is compiled
+    if only is not None:  # noqa: SIM102 - settled when it is compiled
         if tl.load(only + which) == 0:
             return
     if tl.load(vote + row) == 0:

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epoch_moe.checks import tensor
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OPTIONS = {"enable_fp_fusion": False}  # a product is rounded before it is added, as plain torch does it
 
@@ -44,18 +46,16 @@ def _weighted_sum(
 
 @triton.jit
 def combine_kernel(
-    pairs_ptr, rank_ptr, weights_ptr, count_ptr, out_ptr, pairs_stride, H, HAS_COUNT: tl.constexpr, K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Packed rows ``[R,H]``, contiguous; rows from the count on become zeros without a read."""
+    pairs_ptr, rank_ptr, weights_ptr, count_ptr, out_ptr, pairs_stride, H, K: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Packed rows ``[R,H]``, contiguous; rows from the count on (if there is one) become zeros without a read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = column < H
     to = out_ptr + row * H + column
-    if HAS_COUNT:
+    real = True
+    if count_ptr is not None:
         real = row < tl.load(count_ptr)
-    else:
-        real = True
     if real:
         y = _weighted_sum(pairs_ptr, rank_ptr, weights_ptr, row, column, H, pairs_stride, K, BLOCK_H)
         tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -66,16 +66,16 @@ def combine_kernel(
 @triton.jit
 def restore_kernel(
     y_ptr, rank_ptr, weights_ptr, source_ptr, store_ptr, cache_ptr, out_ptr, y_stride, cache_stride, out_stride, H,
-    COMBINE: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr,
+    K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The dense shard. COMBINE: ``y`` are sorted pairs ``[P,H]``; else packed rows ``[R,H]``, already combined."""
+    """The dense shard. ``y`` are sorted pairs ``[P,H]``; without ranks packed rows ``[R,H]``, already combined."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = column < H
     to = out_ptr + row * out_stride + column
     source = tl.load(source_ptr + row)
     if source >= 0:
-        if COMBINE:
+        if rank_ptr is not None:
             total = _weighted_sum(y_ptr, rank_ptr, weights_ptr, source, column, H, y_stride, K, BLOCK_H)
             y = total.to(out_ptr.dtype.element_ty)
         else:
@@ -96,51 +96,19 @@ def _tile(hidden: int) -> tuple[int, int]:
     return block, max(1, block // (256 if hidden % 16 == 0 else 128))
 
 
-def _grid(rows: int, hidden: int, block: int) -> tuple[int, int]:
-    return rows, triton.cdiv(hidden, block)
-
-
-def _expect(fits: bool, name: str, tensor: Tensor, expected: str) -> None:
-    if not fits:
-        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, expected {expected}")
-
-
-def _check_rows(name: str, tensor: Tensor, like: Tensor) -> None:
-    _expect(
-        tensor.ndim == 2 and tensor.shape[1] == like.shape[1] and tensor.dtype == like.dtype in FLOATS
-        and tensor.device == like.device,
-        name, tensor, f"{like.dtype} [rows, {like.shape[-1]}] on {like.device} (bfloat16, float16 or float32)",
-    )  # fmt: skip
-    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
-        raise ValueError(f"{name} has strides {tensor.stride()}, expected elements of a row side by side")
-
-
-def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor) -> None:
-    _expect(
-        tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device == like.device
-        and tensor.is_contiguous(),
-        name, tensor, f"{dtype} {list(shape)} on {like.device}, contiguous",
-    )  # fmt: skip
+def _check_rows(name: str, value: Tensor, like: Tensor) -> None:
+    tensor(name, value, FLOATS if value is like else like.dtype, ("rows", like.shape[-1]), like.device)
+    if value.stride(1) != 1 and value.shape[1] > 1:
+        raise ValueError(f"{name} has strides {value.stride()}: expected elements of a row side by side")
 
 
 def _check_pairs(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> None:
+    device = pairs_PH.device
     _check_rows("pairs_PH", pairs_PH, pairs_PH)
-    if rank_RK.ndim != 2 or rank_RK.shape[1] < 1:
-        raise ValueError(f"rank_RK is {list(rank_RK.shape)}, expected [rows, K] with K at least 1")
-    rows, top_k = rank_RK.shape
-    _check_vector("rank_RK", rank_RK, torch.int32, (rows, top_k), pairs_PH)
-    _check_vector("weights_RK", weights_RK, torch.float32, (rows, top_k), pairs_PH)
+    tensor("rank_RK", rank_RK, torch.int32, ("rows", "K"), device)
+    tensor("weights_RK", weights_RK, torch.float32, rank_RK.shape, device)
     if count is not None:
-        _check_vector("count", count, torch.int32, (1,), pairs_PH)
-
-
-def _check_restored(
-    packed: int, like: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, out_TH: Tensor
-) -> None:
-    _check_rows("cache_MH", cache_MH, like)
-    _check_rows("out_TH", out_TH, like)
-    _check_vector("source_T", source_T, torch.int64, (out_TH.shape[0],), like)
-    _check_vector("store_R", store_R, torch.int64, (packed,), like)
+        tensor("count", count, torch.int32, (1,), device)
 
 
 @torch.library.custom_op("epoch_moe::combine", mutates_args=())
@@ -160,24 +128,25 @@ def combine(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor
     Raises:
         ValueError: a dtype, shape, device or layout is not the one above.
     """
-    _check_pairs(pairs_PH, rank_RK, weights_RK, count)
-    (rows, top_k), hidden = rank_RK.shape, pairs_PH.shape[1]
-    out_RH = torch.empty((rows, hidden), dtype=pairs_PH.dtype, device=pairs_PH.device)
+    out_RH = _empty(pairs_PH, rank_RK, weights_RK, count)
+    rows, hidden = out_RH.shape
     block, warps = _tile(hidden)
     if out_RH.numel():
         with torch.cuda.device_of(out_RH):
-            combine_kernel[_grid(rows, hidden, block)](
-                pairs_PH, rank_RK, weights_RK, rank_RK if count is None else count, out_RH, pairs_PH.stride(0), hidden,
-                HAS_COUNT=count is not None, K=top_k, BLOCK_H=block, num_warps=warps,
-                **OPTIONS,
+            combine_kernel[rows, triton.cdiv(hidden, block)](
+                pairs_PH, rank_RK.contiguous(), weights_RK.contiguous(), count, out_RH, pairs_PH.stride(0), hidden,
+                K=rank_RK.shape[1], BLOCK_H=block, num_warps=warps, **OPTIONS,
             )  # fmt: skip
     return out_RH
 
 
-@combine.register_fake
-def _(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
+def _empty(pairs_PH: Tensor, rank_RK: Tensor, weights_RK: Tensor, count: Tensor | None = None) -> Tensor:
+    """Memory for the sums, once the arguments are found right."""
     _check_pairs(pairs_PH, rank_RK, weights_RK, count)
-    return pairs_PH.new_empty((rank_RK.shape[0], pairs_PH.shape[1]))
+    return pairs_PH.new_empty(rank_RK.shape[0], pairs_PH.shape[1])
+
+
+combine.register_fake(_empty)
 
 
 @torch.library.custom_op("epoch_moe::restore", mutates_args=("cache_MH", "out_TH"))
@@ -196,22 +165,7 @@ def restore(y_RH: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, o
         ValueError: a dtype, shape, device or layout is not the one above.
     """
     _check_rows("y_RH", y_RH, y_RH)
-    _check_restored(y_RH.shape[0], y_RH, source_T, store_R, cache_MH, out_TH)
-    hidden = out_TH.shape[1]
-    block, warps = _tile(hidden)
-    if out_TH.numel():
-        with torch.cuda.device_of(out_TH):
-            restore_kernel[_grid(out_TH.shape[0], hidden, block)](
-                y_RH, source_T, source_T, source_T, store_R, cache_MH, out_TH, y_RH.stride(0), cache_MH.stride(0),
-                out_TH.stride(0), hidden, COMBINE=False, K=1, BLOCK_H=block, num_warps=warps,
-                **OPTIONS,
-            )  # fmt: skip
-
-
-@restore.register_fake
-def _(y_RH: Tensor, source_T: Tensor, store_R: Tensor, cache_MH: Tensor, out_TH: Tensor) -> None:
-    _check_rows("y_RH", y_RH, y_RH)
-    _check_restored(y_RH.shape[0], y_RH, source_T, store_R, cache_MH, out_TH)
+    _restore(y_RH, None, None, source_T, store_R, cache_MH, out_TH)
 
 
 @torch.library.custom_op("epoch_moe::combine_restore", mutates_args=("cache_MH", "out_TH"))
@@ -229,27 +183,35 @@ def combine_restore(
     Arguments and errors as there.
     """
     _check_pairs(pairs_PH, rank_RK, weights_RK)
-    _check_restored(rank_RK.shape[0], pairs_PH, source_T, store_R, cache_MH, out_TH)
-    hidden = out_TH.shape[1]
-    block, warps = _tile(hidden)
-    if out_TH.numel():
-        with torch.cuda.device_of(out_TH):
-            restore_kernel[_grid(out_TH.shape[0], hidden, block)](
-                pairs_PH, rank_RK, weights_RK, source_T, store_R, cache_MH, out_TH, pairs_PH.stride(0),
-                cache_MH.stride(0), out_TH.stride(0), hidden, COMBINE=True, K=rank_RK.shape[1], BLOCK_H=block,
-                num_warps=warps, **OPTIONS,
-            )  # fmt: skip
+    _restore(pairs_PH, rank_RK.contiguous(), weights_RK.contiguous(), source_T, store_R, cache_MH, out_TH)
 
 
+@restore.register_fake
 @combine_restore.register_fake
-def _(
-    pairs_PH: Tensor,
-    rank_RK: Tensor,
-    weights_RK: Tensor,
+def _(*tensors: Tensor) -> None:
+    """Nothing is returned: memory that is there is written."""
+
+
+def _restore(
+    y: Tensor,
+    rank_RK: Tensor | None,
+    weights_RK: Tensor | None,
     source_T: Tensor,
     store_R: Tensor,
     cache_MH: Tensor,
     out_TH: Tensor,
 ) -> None:
-    _check_pairs(pairs_PH, rank_RK, weights_RK)
-    _check_restored(rank_RK.shape[0], pairs_PH, source_T, store_R, cache_MH, out_TH)
+    """The launch of both: ``y`` are pairs ``[P,H]``, or packed rows ``[R,H]`` where there are no ranks."""
+    _check_rows("cache_MH", cache_MH, y)
+    _check_rows("out_TH", out_TH, y)
+    (rows, hidden), packed = out_TH.shape, (y if rank_RK is None else rank_RK).shape[0]
+    tensor("source_T", source_T, torch.int64, (rows,), y.device)
+    tensor("store_R", store_R, torch.int64, (packed,), y.device)
+    block, warps = _tile(hidden)
+    if out_TH.numel():
+        with torch.cuda.device_of(out_TH):
+            restore_kernel[rows, triton.cdiv(hidden, block)](
+                y, rank_RK, weights_RK, source_T.contiguous(), store_R.contiguous(), cache_MH, out_TH, y.stride(0),
+                cache_MH.stride(0), out_TH.stride(0), hidden, K=1 if rank_RK is None else rank_RK.shape[1],
+                BLOCK_H=block, num_warps=warps, **OPTIONS,
+            )  # fmt: skip

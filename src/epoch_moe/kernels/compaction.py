@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epoch_moe.checks import tensor
+
 # Rows that one program takes alone, and rows per program where there are more (or more places).
 SINGLE_BLOCK = 4096
 BLOCK = 1024
@@ -86,9 +88,8 @@ def compact(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: for a mask that is not a bool vector, or a negative capacity.
     """
-    _check(mask_T, capacity)
-    mask_T = mask_T.contiguous()
     rows_R, rank_T, count = _empty(mask_T, capacity)
+    mask_T = mask_T.contiguous()
     block, blocks = _shape(mask_T.numel(), capacity)
     partial_N = None
     with torch.cuda.device_of(mask_T):
@@ -111,20 +112,13 @@ def compact(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows_R, rank_T, count
 
 
-@compact.register_fake
-def _(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check(mask_T, capacity)
-    return _empty(mask_T, capacity)
-
-
-def _check(mask_T: Tensor, capacity: int) -> None:
-    if mask_T.dim() != 1 or mask_T.dtype != torch.bool:
-        raise ValueError(f"mask_T is {mask_T.dtype} {tuple(mask_T.shape)}: expected torch.bool [rows]")
+def _empty(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results, once the arguments are found right."""
+    tensor("mask_T", mask_T, torch.bool, ("rows",))
     if capacity < 0:
         raise ValueError(f"capacity={capacity}: expected 0 or more")
-
-
-def _empty(mask_T: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     rows_R = torch.empty(capacity, dtype=torch.int64, device=mask_T.device)
-    rank_T = torch.empty(mask_T.shape[0], dtype=torch.int64, device=mask_T.device)
-    return rows_R, rank_T, torch.empty(1, dtype=torch.int32, device=mask_T.device)
+    return rows_R, rows_R.new_empty(mask_T.shape[0]), rows_R.new_empty(1, dtype=torch.int32)
+
+
+compact.register_fake(_empty)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epoch_moe.checks import tensor
 from epoch_moe.kernels.tuning import GemmConfig, GroupedMlpConfig
 from epoch_moe.worklist import Worklist
 
@@ -197,7 +198,7 @@ def _programs(config: GemmConfig, tiles: int, columns: int) -> int:
     return int(triton.cdiv(tiles, config.group_m) * config.group_m * triton.cdiv(columns, config.block_n))
 
 
-@torch.library.custom_op("epoch_moe::grouped_mlp", mutates_args=("act_PF", "pairs_PH"))
+@torch.library.custom_op("epoch_moe::grouped_mlp", mutates_args=())
 def _grouped_mlp(
     x_TH: Tensor,
     rows_R: Tensor | None,
@@ -210,15 +211,15 @@ def _grouped_mlp(
     down_EHF: Tensor,
     top_k: int,
     config: Sequence[int],
-    act_PF: Tensor,
-    pairs_PH: Tensor,
-) -> None:
+) -> Tensor:
     """Both launches; ``config`` is a `GroupedMlpConfig` as integers."""
     tiles_of = GroupedMlpConfig.from_ints(config)
     hidden, inner = down_EHF.shape[1:]
+    pairs_PH = _empty(x_TH, rows_R, pair_P)
+    act_PF = x_TH.new_empty(pair_P.numel(), inner)
     tiles = tile_expert_N.numel()
     if tiles == 0:
-        return
+        return pairs_PH
     with torch.cuda.device_of(x_TH):
         gemm = tiles_of.gate_up
         _gate_up_kernel[(_programs(gemm, tiles, inner),)](
@@ -261,25 +262,14 @@ def _grouped_mlp(
             num_warps=gemm.num_warps,
             num_stages=gemm.num_stages,
         )
+    return pairs_PH
 
 
-@_grouped_mlp.register_fake
-def _(
-    x_TH: Tensor,
-    rows_R: Tensor | None,
-    pair_P: Tensor,
-    begins_E1: Tensor,
-    tile_expert_N: Tensor,
-    tile_row_N: Tensor,
-    gate_EFH: Tensor,
-    up_EFH: Tensor,
-    down_EHF: Tensor,
-    top_k: int,
-    config: Sequence[int],
-    act_PF: Tensor,
-    pairs_PH: Tensor,
-) -> None:
-    return None
+def _empty(x_TH: Tensor, rows_R: Tensor | None, pair_P: Tensor, *_: object) -> Tensor:
+    return x_TH.new_empty(pair_P.numel(), x_TH.shape[1])
+
+
+_grouped_mlp.register_fake(_empty)
 
 
 def grouped_mlp(
@@ -291,9 +281,6 @@ def grouped_mlp(
     down_EHF: Tensor,
     top_k: int,
     config: GroupedMlpConfig,
-    *,
-    act_PF: Tensor | None = None,
-    pairs_PH: Tensor | None = None,
 ) -> Tensor:
     """Outputs of all pairs, in the worklist's order: ``[P,H]`` in the dtype of ``x_TH``.
 
@@ -306,77 +293,43 @@ def grouped_mlp(
         down_EHF: down projections, likewise.
         top_k: K.
         config: tiles, as `epoch_moe.kernels.tuning.grouped_mlp_config` gives them.
-        act_PF: contiguous buffer for what lies between the products; None = a new one.
-        pairs_PH: contiguous buffer for the result; None = a new one.
 
     Positions behind the last segment are never written. Not differentiable.
 
     Raises:
         ValueError: for shapes, dtypes or strides that do not fit each other, or a worklist with other tiles.
     """
-    _check(x_TH, rows_R, worklist, gate_EFH, up_EFH, down_EHF, top_k, config)
-    assert worklist.tiles is not None
-    pairs, (hidden, inner) = worklist.pair_P.numel(), down_EHF.shape[1:]
-    if act_PF is None:
-        act_PF = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
-    if pairs_PH is None:
-        pairs_PH = torch.empty(pairs, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    for name, buffer, width in (("act_PF", act_PF, inner), ("pairs_PH", pairs_PH, hidden)):
-        if tuple(buffer.shape) != (pairs, width) or buffer.dtype != x_TH.dtype or not buffer.is_contiguous():
-            raise ValueError(
-                f"{name} is {buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()}: expected contiguous "
-                f"{x_TH.dtype} [{pairs}, {width}]"
-            )
-    _grouped_mlp(
+    tiles, (num_experts, hidden, inner) = worklist.tiles, down_EHF.shape
+    if tiles is None or tiles.size != config.block_m:
+        size = None if tiles is None else tiles.size
+        raise ValueError(f"the worklist has tiles of {size}, the configuration of {config.block_m}")
+    if worklist.begins_E1.numel() != num_experts + 1:
+        raise ValueError(f"the worklist is of {worklist.begins_E1.numel() - 1} experts, the weights of {num_experts}")
+    packed = worklist.pair_P.numel() // max(top_k, 1)
+    if rows_R is not None:
+        tensor("rows_R", rows_R, torch.int64, (packed,))
+    elif x_TH.shape[0] < packed:
+        raise ValueError(f"the worklist is of {packed} rows, x_TH has {x_TH.shape[0]}")
+    for name, value, shape in (
+        ("x_TH", x_TH, ("rows", hidden)),
+        ("gate_EFH", gate_EFH, (num_experts, inner, hidden)),
+        ("up_EFH", up_EFH, (num_experts, inner, hidden)),
+        ("down_EHF", down_EHF, (num_experts, hidden, inner)),
+    ):
+        tensor(name, value, x_TH.dtype, shape, x_TH.device)
+        if value.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {value.stride()}: its last dimension must be contiguous")
+    pairs_PH: Tensor = _grouped_mlp(
         x_TH,
         rows_R,
         worklist.pair_P,
         worklist.begins_E1,
-        worklist.tiles.expert_N,
-        worklist.tiles.row_N,
+        tiles.expert_N,
+        tiles.row_N,
         gate_EFH,
         up_EFH,
         down_EHF,
         top_k,
         config.as_ints(),
-        act_PF,
-        pairs_PH,
     )
     return pairs_PH
-
-
-def _check(
-    x_TH: Tensor,
-    rows_R: Tensor | None,
-    worklist: Worklist,
-    gate_EFH: Tensor,
-    up_EFH: Tensor,
-    down_EHF: Tensor,
-    top_k: int,
-    config: GroupedMlpConfig,
-) -> None:
-    size = None if worklist.tiles is None else worklist.tiles.size
-    if size != config.block_m:
-        raise ValueError(f"the worklist has tiles of {size}, the configuration of {config.block_m}")
-    num_experts, hidden, inner = down_EHF.shape
-    if worklist.begins_E1.numel() != num_experts + 1:
-        raise ValueError(f"the worklist is of {worklist.begins_E1.numel() - 1} experts, the weights of {num_experts}")
-    packed = worklist.pair_P.numel() // max(top_k, 1)
-    if rows_R is not None and (rows_R.dtype != torch.int64 or tuple(rows_R.shape) != (packed,)):
-        raise ValueError(f"rows_R is {rows_R.dtype} {tuple(rows_R.shape)}: expected torch.int64 [{packed}]")
-    if rows_R is None and x_TH.shape[0] < packed:
-        raise ValueError(f"the worklist is of {packed} rows, x_TH has {x_TH.shape[0]}")
-    for name, tensor, shape in (
-        ("x_TH", x_TH, (x_TH.shape[0], hidden)),
-        ("gate_EFH", gate_EFH, (num_experts, inner, hidden)),
-        ("up_EFH", up_EFH, (num_experts, inner, hidden)),
-        ("down_EHF", down_EHF, (num_experts, hidden, inner)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}")
-        if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, x_TH is {x_TH.dtype} on {x_TH.device}: they must agree"
-            )
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")

@@ -43,3 +43,14 @@ def supports_triton(device: torch.device) -> tuple[bool, str]:
             return False, f"the GPU has compute capability {have}, the kernels need {need}"
     # Without a GPU only fake CUDA tensors get here, and nothing is launched on those.
     return True, ""
+
+
+def require_triton(device: torch.device) -> None:
+    """Refuse a device on which the kernels do not run.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    fits, reason = supports_triton(device)
+    if not fits:
+        raise ValueError(f"the kernels cannot run here: {reason}")

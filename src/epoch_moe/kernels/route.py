@@ -16,8 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.kernels.launch import supports_triton
-from epoch_moe.kernels.selection import LOWEST, exp, group_keys, kept_groups, order_key
+from epoch_moe.checks import FLOAT_DTYPES, tensor
+from epoch_moe.kernels.launch import require_triton
+from epoch_moe.kernels.selection import (
+    LOWEST,
+    exp,
+    group_keys,
+    kept_groups,
+    limiting_groups,
+    order_key,
+    router_constexprs,
+    row_warps,
+)
 from epoch_moe.routing import RouterSpec
 
 _ROUNDED = {torch.float32: "none", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -45,15 +55,15 @@ def _rounded(x, ROUND: tl.constexpr):
 
 @triton.jit
 def _route_kernel(
-    logits,
-    bias,
-    support,
-    group,
-    restricted,
-    count,
-    ids,
-    weights,
-    totals,
+    logits,  # [R,E]
+    bias,  # [E] or None
+    support,  # u8 [G,E] or None
+    group,  # i64 or i32 [R], or None
+    restricted,  # u8 [R] or None
+    count,  # i32 [1] or None
+    ids,  # i64 [R,K]
+    weights,  # fp32 [R,K]
+    totals,  # fp32 [R]
     num_supports,
     scaling,
     E: tl.constexpr,
@@ -65,16 +75,11 @@ def _route_kernel(
     K_P: tl.constexpr,
     SOFTMAX: tl.constexpr,
     ROUND: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SUPPORT: tl.constexpr,
-    HAS_GROUP: tl.constexpr,
-    HAS_RESTRICTED: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot_K = tl.arange(0, K_P)
     out_K = row * K + slot_K
-    if HAS_COUNT:  # noqa: SIM102 - settled when it is compiled, and there is nothing to load without it
+    if count is not None:  # noqa: SIM102 - settled when it is compiled, and there is nothing to load without it
         if row >= tl.load(count):
             tl.store(ids + out_K, tl.full([K_P], -1, tl.int64), mask=slot_K < K)
             tl.store(weights + out_K, tl.zeros([K_P], tl.float32), mask=slot_K < K)
@@ -93,17 +98,17 @@ def _route_kernel(
         top = tl.max(tl.max(logit_GS, axis=1), axis=0)
         denominator = tl.sum(tl.sum(tl.where(valid_GS, exp(logit_GS - top), 0.0), axis=1), axis=0)
     selection_GS = _combine_scores(logit_GS, top, denominator, SOFTMAX)
-    if HAS_BIAS:
+    if bias is not None:
         selection_GS += tl.load(bias + id_GS, mask=valid_GS, other=0.0).to(tl.float32)
 
     usable_GS = valid_GS
-    if HAS_SUPPORT:
+    if support is not None:
         limited = True
-        if HAS_RESTRICTED:
+        if restricted is not None:
             limited = tl.load(restricted + row) != 0
         if limited:
             which = row
-            if HAS_GROUP:
+            if group is not None:
                 which = tl.load(group + row).to(tl.int64)
             elif num_supports == 1:
                 which = row * 0
@@ -127,7 +132,7 @@ def _route_kernel(
     used_K = id_K >= 0
     logit_K = tl.load(logits + row * E + id_K, mask=used_K, other=0.0).to(tl.float32)
     weight_K = _combine_scores(logit_K, top, denominator, SOFTMAX)
-    if SOFTMAX and HAS_BIAS:
+    if SOFTMAX and bias is not None:
         weight_K += tl.load(bias + id_K, mask=used_K, other=0.0).to(tl.float32)
     weight_K = tl.where(used_K, weight_K, 0.0)
     total = tl.sum(weight_K, axis=0)
@@ -142,133 +147,57 @@ def _route_kernel(
     tl.store(totals + row, total)
 
 
-def _meta(spec: RouterSpec) -> tuple[int, int]:
-    """Groups that limit a row, and how many of them it keeps: (1, 1) without a group limit."""
-    if spec.kind == "sigmoid_group" and spec.topk_group < spec.n_group:
-        return spec.n_group, spec.topk_group
-    return 1, 1
-
-
 @torch.library.custom_op("epoch_moe::route", mutates_args=())
 def _route(
     logits_RE: Tensor,
-    bias_E: Tensor | None,
-    support_GE: Tensor | None,
-    group_R: Tensor | None,
-    restricted_R: Tensor | None,
-    count: Tensor | None,
     top_k: int,
     n_group: int,
     topk_group: int,
     softmax: bool,
     scaling: float,
     dtype: torch.dtype,
+    bias_E: Tensor | None,
+    support_GE: Tensor | None,
+    group_R: Tensor | None,
+    restricted_R: Tensor | None,
+    count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_experts = logits_RE.shape
-    ids_RK, weights_RK, total_R = _empty_results(logits_RE, top_k)
+    results = _empty_results(logits_RE, top_k)
     if num_rows == 0:
-        return ids_RK, weights_RK, total_R
-    logits_RE = logits_RE.contiguous()
-    unused = logits_RE
+        return results
 
-    def flags(mask: Tensor | None) -> Tensor:
-        return unused if mask is None else mask.contiguous().view(torch.uint8)
+    def flags(mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else mask.contiguous().view(torch.uint8)
 
-    constexprs = _constexprs(
-        num_experts,
-        top_k,
-        n_group,
-        topk_group,
-        softmax,
-        dtype,
-        has_bias=bias_E is not None,
-        has_support=support_GE is not None,
-        has_group=group_R is not None,
-        has_restricted=restricted_R is not None,
-        has_count=count is not None,
-    )
     with torch.cuda.device_of(logits_RE):
         _route_kernel[(num_rows,)](
-            logits_RE,
-            unused if bias_E is None else bias_E.contiguous(),
+            logits_RE.contiguous(),
+            None if bias_E is None else bias_E.contiguous(),
             flags(support_GE),
-            unused if group_R is None else group_R.contiguous(),
+            None if group_R is None else group_R.contiguous(),
             flags(restricted_R),
-            unused if count is None else count,
-            ids_RK,
-            weights_RK,
-            total_R,
+            count,
+            *results,
             1 if support_GE is None else support_GE.shape[0],
             scaling,
-            **constexprs,
-            num_warps=_num_warps(num_experts),
+            **router_constexprs(num_experts, top_k, n_group, topk_group),
+            K_P=triton.next_power_of_2(top_k),
+            SOFTMAX=softmax,
+            ROUND=_ROUNDED[dtype] if softmax else "none",
+            num_warps=row_warps(num_experts),
             num_stages=1,
         )
-    return ids_RK, weights_RK, total_R
+    return results
 
 
-def _constexprs(
-    num_experts: int,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    softmax: bool,
-    dtype: torch.dtype,
-    *,
-    has_bias: bool,
-    has_support: bool,
-    has_group: bool,
-    has_restricted: bool,
-    has_count: bool,
-) -> dict[str, object]:
-    return {
-        "E": num_experts,
-        "K": top_k,
-        "NG": n_group,
-        "TOPK_GROUP": topk_group,
-        "NG_P": triton.next_power_of_2(n_group),
-        "GS_P": triton.next_power_of_2(num_experts // n_group),
-        "K_P": triton.next_power_of_2(top_k),
-        "SOFTMAX": softmax,
-        "ROUND": _ROUNDED[dtype] if softmax else "none",
-        "HAS_BIAS": has_bias,
-        "HAS_SUPPORT": has_support,
-        "HAS_GROUP": has_group,
-        "HAS_RESTRICTED": has_restricted,
-        "HAS_COUNT": has_count,
-    }
+def _empty_results(logits_RE: Tensor, top_k: int, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits_RE.shape[0]
+    weights_RK = logits_RE.new_empty(rows, top_k, dtype=torch.float32)
+    return logits_RE.new_empty(rows, top_k, dtype=torch.int64), weights_RK, weights_RK.new_empty(rows)
 
 
-def _num_warps(num_experts: int) -> int:
-    """One warp holds a row of 256 experts in 8 registers per thread and array."""
-    return max(1, min(8, int(triton.next_power_of_2(num_experts)) // 256))
-
-
-def _empty_results(logits_RE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, device = logits_RE.shape[0], logits_RE.device
-    return (
-        torch.empty(num_rows, top_k, dtype=torch.int64, device=device),
-        torch.empty(num_rows, top_k, dtype=torch.float32, device=device),
-        torch.empty(num_rows, dtype=torch.float32, device=device),
-    )
-
-
-@_route.register_fake
-def _route_fake(
-    logits_RE: Tensor,
-    bias_E: Tensor | None,
-    support_GE: Tensor | None,
-    group_R: Tensor | None,
-    restricted_R: Tensor | None,
-    count: Tensor | None,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    softmax: bool,
-    scaling: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(logits_RE, top_k)
+_route.register_fake(_empty_results)
 
 
 def route(
@@ -304,60 +233,42 @@ def route(
     Raises:
         ValueError: a shape or dtype that does not fit, or a device without Triton.
     """
-    fits, reason = supports_triton(logits_RE.device)
-    if not fits:
-        raise ValueError(f"the route kernel cannot run here: {reason}")
+    require_triton(logits_RE.device)
+    tensor("logits_RE", logits_RE, FLOAT_DTYPES, ("rows", spec.num_experts))
     num_rows = logits_RE.shape[0]
-    _check_shape("logits_RE", logits_RE, (num_rows, spec.num_experts))
     if dtype not in _ROUNDED:
         raise ValueError(f"dtype={dtype}: expected one of {', '.join(map(str, _ROUNDED))}")
     if bias_E is not None:
-        _check_shape("bias_E", bias_E, (spec.num_experts,))
+        tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,))
     if support_GE is None:
         if group_R is not None or restricted_R is not None:
             raise ValueError("group_R or restricted_R without support_GE: pass the supports, or neither")
         if spec.kind == "block_pool":
             raise ValueError("kind='block_pool' needs its pools: pass support_GE [R,E]")
     else:
-        _check_shape("support_GE", support_GE, (support_GE.shape[0], spec.num_experts))
-        _check_dtype("support_GE", support_GE, torch.bool)
+        tensor("support_GE", support_GE, torch.bool, ("supports", spec.num_experts))
         if group_R is not None:
-            _check_shape("group_R", group_R, (num_rows,))
-            _check_dtype("group_R", group_R, torch.int64, torch.int32)
+            tensor("group_R", group_R, (torch.int64, torch.int32), (num_rows,))
         elif support_GE.shape[0] not in (1, num_rows):
             raise ValueError(
                 f"support_GE has {support_GE.shape[0]} supports for {num_rows} rows: expected 1 or {num_rows}, "
                 "or group_R that says which row uses which"
             )
     if restricted_R is not None:
-        _check_shape("restricted_R", restricted_R, (num_rows,))
-        _check_dtype("restricted_R", restricted_R, torch.bool)
+        tensor("restricted_R", restricted_R, torch.bool, (num_rows,))
     if count is not None:
-        _check_shape("count", count, (1,))
-        _check_dtype("count", count, torch.int32)
-    n_group, topk_group = _meta(spec)
+        tensor("count", count, torch.int32, (1,))
     results: tuple[Tensor, Tensor, Tensor] = _route(
         logits_RE,
+        spec.top_k,
+        *limiting_groups(spec),
+        spec.kind == "softmax",
+        float(spec.routed_scaling_factor),
+        dtype,
         bias_E,
         support_GE,
         group_R,
         restricted_R,
         count,
-        spec.top_k,
-        n_group,
-        topk_group,
-        spec.kind == "softmax",
-        float(spec.routed_scaling_factor),
-        dtype,
     )
     return results
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}")
-
-
-def _check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
-    if tensor.dtype not in expected:
-        raise ValueError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, expected))}")

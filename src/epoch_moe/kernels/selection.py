@@ -1,4 +1,4 @@
-"""Device functions that `route` and `atlas` share: an order of scores, and the experts of a row's best groups.
+"""What `route` and `atlas` share: an order of scores, the experts of a row's best groups, sizes of their programs.
 
 A row's experts lie in a tile ``[NG, GS]``: expert groups by experts of a group, both padded to powers of two. Routers
 without a group limit have one group that holds all experts.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from epoch_moe.routing import RouterSpec
 
 LOWEST = tl.constexpr(-2147483648)
 """Key of what may not be chosen."""
@@ -88,3 +90,26 @@ def kept_groups(key_G, usable_GS, K: tl.constexpr, TOPK_GROUP: tl.constexpr, NG_
     if tl.sum(tl.where(kept_G, usable_G, 0), axis=0) < K:
         kept_G = best_groups(tl.where(usable_G == 0, LOWEST, key_G), TOPK_GROUP, NG_P)
     return kept_G
+
+
+def limiting_groups(spec: RouterSpec) -> tuple[int, int]:
+    """Expert groups that limit a row's choice, and how many of them it keeps: (1, 1) without a group limit."""
+    limited = spec.kind == "sigmoid_group" and spec.topk_group < spec.n_group
+    return (spec.n_group, spec.topk_group) if limited else (1, 1)
+
+
+def router_constexprs(num_experts: int, top_k: int, n_group: int, topk_group: int) -> dict[str, object]:
+    """Sizes of a row's tile of scores, for the kernels."""
+    return {
+        "E": num_experts,
+        "K": top_k,
+        "NG": n_group,
+        "TOPK_GROUP": topk_group,
+        "NG_P": triton.next_power_of_2(n_group),
+        "GS_P": triton.next_power_of_2(num_experts // n_group),
+    }
+
+
+def row_warps(num_experts: int, candidates: int = 1) -> int:
+    """Warps of a row's program: one for up to 256 experts and candidates, in 8 registers per thread and array."""
+    return max(1, min(8, int(triton.next_power_of_2(max(num_experts, candidates))) // 256))

@@ -53,11 +53,11 @@ class GroupedMlpConfig:
     @staticmethod
     def from_ints(values: Sequence[int]) -> GroupedMlpConfig:
         """The inverse of `as_ints`."""
-
-        def gemm(n: int, k: int, warps: int, stages: int, swap: int, group: int) -> GemmConfig:
-            return GemmConfig(n, k, warps, stages, bool(swap), group)
-
-        return GroupedMlpConfig(values[0], gemm(*values[1:7]), gemm(*values[7:13]))
+        gate_up, down = (
+            GemmConfig(n, k, warps, stages, bool(swap), group)
+            for n, k, warps, stages, swap, group in (values[1:7], values[7:13])
+        )
+        return GroupedMlpConfig(values[0], gate_up, down)
 
     def shared_bytes(self, element_size: int) -> int:
         """Shared memory that the operands of the larger product take."""
@@ -69,7 +69,7 @@ class GroupedMlpConfig:
 # (dtype class, sizes and strides multiples of 16): rows per expert up to which a configuration is used, in ascending
 # order. Up to some 300 rows per expert an H100 reads weights for longer than it multiplies: small tiles of rows there,
 # many programs along the columns, deep pipelines. The last entries are for products that keep the tensor cores busy.
-_GROUPED_MLP: Mapping[tuple[DtypeClass, bool], tuple[tuple[float, GroupedMlpConfig], ...]] = {
+GROUPED_MLP: Mapping[tuple[DtypeClass, bool], tuple[tuple[float, GroupedMlpConfig], ...]] = {
     ("half", True): (
         (16, GroupedMlpConfig(16, GemmConfig(64, 64, 4, 4, True, 1), GemmConfig(64, 128, 4, 4, True, 1))),
         (48, GroupedMlpConfig(32, GemmConfig(64, 64, 4, 4, True, 1), GemmConfig(64, 128, 4, 4, True, 1))),
@@ -95,19 +95,6 @@ _GROUPED_MLP: Mapping[tuple[DtypeClass, bool], tuple[tuple[float, GroupedMlpConf
 _GROUPED_MLP_MMA = GroupedMlpConfig(128, GemmConfig(64, 64, 8, 3, False, 8), GemmConfig(128, 64, 8, 3, False, 8))
 
 
-def dtype_class(dtype: torch.dtype) -> DtypeClass:
-    """``"half"`` or ``"float"``.
-
-    Raises:
-        ValueError: for anything but bfloat16, float16 and float32.
-    """
-    if dtype in (torch.bfloat16, torch.float16):
-        return "half"
-    if dtype == torch.float32:
-        return "float"
-    raise ValueError(f"dtype {dtype}: the kernels take bfloat16, float16 and float32")
-
-
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether every row of these begins at a multiple of 16 elements, so that it can be read 16 bytes at a time."""
     return all(size % 16 == 0 for tensor in tensors for size in (*tensor.stride()[:-1], tensor.shape[-1]))
@@ -129,9 +116,11 @@ def grouped_mlp_config(
     Raises:
         ValueError: for other dtypes, or less shared memory than any pipeline needs.
     """
-    table = _GROUPED_MLP[dtype_class(dtype), aligned]
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype {dtype}: the kernels take bfloat16, float16 and float32")
+    table = GROUPED_MLP["float" if dtype == torch.float32 else "half", aligned]
     config = next(config for limit, config in table if rows_per_expert <= limit)
-    if not wgmma and config == _GROUPED_MLP["half", True][-1][1]:
+    if not wgmma and config == GROUPED_MLP["half", True][-1][1]:
         config = _GROUPED_MLP_MMA
     while config.shared_bytes(dtype.itemsize) > shared_limit:
         stages = max(config.gate_up.num_stages, config.down.num_stages) - 1
@@ -153,8 +142,3 @@ def grouped_mlp_config_for(x_TH: Tensor, weights: Sequence[Tensor], rows_per_exp
     gpu = torch.cuda.get_device_properties(x_TH.device)
     limit = getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
     return grouped_mlp_config(x_TH.dtype, rows_per_expert, aligned, int(limit), wgmma=gpu.major == 9)
-
-
-def grouped_mlp_table() -> dict[tuple[DtypeClass, bool], tuple[tuple[float, GroupedMlpConfig], ...]]:
-    """The table, for searches and reports: by dtype class and alignment; entries with their most rows per expert."""
-    return dict(_GROUPED_MLP)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epoch_moe.checks import tensor
 from epoch_moe.worklist import Tiles, Worklist, max_tiles
 
 # Pairs that one program sorts alone, and pairs per program where there are more. The comparisons within a block go by
@@ -182,12 +183,9 @@ def _block_e(num_experts: int) -> int:
 
 
 @torch.library.custom_op("epoch_moe::worklist", mutates_args=())
-def _worklist(
-    ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a `Worklist`, in its order."""
-    _check(ids_RK, num_experts, block_m, count)
-    out = _empty(ids_RK, num_experts, block_m)
+def _worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None) -> list[Tensor]:
+    """The tensors of a `Worklist` and its `Tiles`, in their order."""
+    out = _empty(ids_RK, num_experts, block_m, count)
     pair_P, rank_RK, counts_E, begins_E1, tile_expert_N, tile_row_N, num_tiles = out
     ids_RK = ids_RK.contiguous()
     num_pairs, top_k = ids_RK.numel(), max(ids_RK.shape[1], 1)
@@ -236,12 +234,26 @@ def _worklist(
     return out
 
 
-@_worklist.register_fake
-def _(
-    ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(ids_RK, num_experts, block_m, count)
-    return _empty(ids_RK, num_experts, block_m)
+def _empty(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None) -> list[Tensor]:
+    """Memory for the tensors of a worklist, once the arguments are found right."""
+    tensor("ids_RK", ids_RK, torch.int64, ("rows", "top_k"))
+    if ids_RK.numel() >= 2**31:
+        raise ValueError(f"ids_RK has {ids_RK.numel()} pairs: positions are 32-bit integers, expected fewer than 2**31")
+    if num_experts < 1 or block_m < 1:
+        raise ValueError(f"num_experts={num_experts}, block_m={block_m}: expected 1 or more of both")
+    if count is not None:
+        tensor("count", count, torch.int32, (1,))
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=ids_RK.device)
+
+    pairs = ids_RK.numel()
+    tiles = max_tiles(pairs, num_experts, block_m)
+    counts_E = ints(num_experts, dtype=torch.int64)
+    return [ints(pairs), ints(*ids_RK.shape), counts_E, ints(num_experts + 1), ints(tiles), ints(tiles), ints(1)]
+
+
+_worklist.register_fake(_empty)
 
 
 def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None = None) -> Worklist:
@@ -262,34 +274,3 @@ def device_worklist(ids_RK: Tensor, num_experts: int, block_m: int, count: Tenso
     )
     tiles = Tiles(tile_expert_N, tile_row_N, num_tiles, block_m)
     return Worklist(pair_P, rank_RK, counts_E, begins_E1, tiles=tiles)
-
-
-def _check(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None) -> None:
-    if ids_RK.dim() != 2 or ids_RK.dtype != torch.int64:
-        raise ValueError(f"ids_RK is {ids_RK.dtype} {tuple(ids_RK.shape)}: expected torch.int64 [rows, top_k]")
-    if ids_RK.numel() >= 2**31:
-        raise ValueError(f"ids_RK has {ids_RK.numel()} pairs: positions are 32-bit integers, expected fewer than 2**31")
-    if num_experts < 1 or block_m < 1:
-        raise ValueError(f"num_experts={num_experts}, block_m={block_m}: expected 1 or more of both")
-    if count is not None and (count.dtype != torch.int32 or tuple(count.shape) != (1,)):
-        raise ValueError(f"count is {count.dtype} {tuple(count.shape)}: expected torch.int32 [1]")
-
-
-def _empty(
-    ids_RK: Tensor, num_experts: int, block_m: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=ids_RK.device)
-
-    num_rows, top_k = ids_RK.shape
-    counts_E = torch.empty(num_experts, dtype=torch.int64, device=ids_RK.device)
-    tiles = max_tiles(num_rows * top_k, num_experts, block_m)
-    return (
-        ints(num_rows * top_k),
-        ints(num_rows, top_k),
-        counts_E,
-        ints(num_experts + 1),
-        ints(tiles),
-        ints(tiles),
-        ints(1),
-    )

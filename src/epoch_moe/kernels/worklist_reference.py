@@ -8,28 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.worklist import Tiles, Worklist, max_tiles
+from epoch_moe.routing import NO_EXPERT
+from epoch_moe.worklist import Tiles, Worklist, build_worklist, max_tiles
 
 
 def worklist_reference(ids_RK: Tensor, num_experts: int, block_m: int, count: Tensor | None = None) -> Worklist:
     """What `epoch_moe.kernels.worklist.device_worklist` returns."""
-    num_rows, top_k = ids_RK.shape
-    flat_P = ids_RK.reshape(-1)
-    valid_P = (flat_P >= 0) & (flat_P < num_experts)
+    valid_RK = (ids_RK >= 0) & (ids_RK < num_experts)
     if count is not None:
-        valid_P &= torch.arange(num_rows, device=flat_P.device).repeat_interleave(top_k) < count
-    keys_P = torch.where(valid_P, flat_P, num_experts)
-    order_P = keys_P.argsort(stable=True)
-    places_P = torch.arange(order_P.numel(), device=order_P.device)
-    rank_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)
-    bins = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat_P.device)
-    counts_E = bins.scatter_add_(0, keys_P, torch.ones_like(keys_P))[:num_experts].clone()
-    ends_E = counts_E.cumsum(0)
-    begins_E1 = torch.cat([ends_E.new_zeros(1), ends_E])
+        valid_RK &= torch.arange(ids_RK.shape[0], device=ids_RK.device).unsqueeze(1) < count
+    lists = build_worklist(ids_RK.masked_fill(~valid_RK, NO_EXPERT), num_experts)
+    behind_P = torch.arange(ids_RK.numel(), device=ids_RK.device) >= lists.ends_E[-1]
+    counts_E, begins_E1 = lists.counts_E, lists.begins_E1.long()
 
     tiles_E = (counts_E + block_m - 1) // block_m
     tile_ends_E = tiles_E.cumsum(0)
-    tile_N = torch.arange(max_tiles(flat_P.numel(), num_experts, block_m), device=flat_P.device)
+    tile_N = torch.arange(max_tiles(ids_RK.numel(), num_experts, block_m), device=ids_RK.device)
     expert_N = torch.searchsorted(tile_ends_E, tile_N, right=True)
     there_N = expert_N < num_experts
     known_N = expert_N.clamp(max=num_experts - 1)
@@ -41,9 +35,9 @@ def worklist_reference(ids_RK: Tensor, num_experts: int, block_m: int, count: Te
         size=block_m,
     )
     return Worklist(
-        pair_P=torch.where(valid_P[order_P], order_P, -1).int(),
-        rank_RK=torch.where(valid_P, rank_P, -1).int().view(num_rows, top_k),
+        pair_P=lists.pair_P.masked_fill(behind_P, -1).int(),
+        rank_RK=lists.rank_RK.int(),
         counts_E=counts_E,
-        begins_E1=begins_E1.int(),
+        begins_E1=lists.begins_E1,
         tiles=tiles,
     )
