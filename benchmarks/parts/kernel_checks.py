@@ -150,7 +150,7 @@ class Checks:
         real = exact_PH.shape[0]
         # Rounded twice: between the products and at the end.
         yield self.check("grouped_mlp", "fp64", relative_rms(pairs_PH[:real], exact_PH), 2 * self.rounding)
-        behind = float((~pairs_PH[real:].isnan()).double().mean()) if real < pairs else 0.0
+        behind = float((~pairs_PH[real:].isnan()).double().mean()) if real < pairs_PH.shape[0] else 0.0
         yield self.check("grouped_mlp", "nothing is written behind the last segment", behind, 0.0)
         yield from self.restored(pairs_PH, worklist.rank_RK, weights_RK, exact_PH)
         yield from self.supports()

@@ -26,7 +26,7 @@ from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.device import PaddedLane, compact_for
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher, local_dispatcher
-from epoch_moe.freshlane.lane import DenseLane, Forward, Lane, LayerExperts, ListedLane, Visit
+from epoch_moe.freshlane.lane import DenseLane, Forward, Lane, ListedLane, Visit
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.slot import PlanSlot
@@ -164,7 +164,7 @@ class EpochMoEBlock(nn.Module):
         torch.Size([1, 5, 16])
     """
 
-    weights: LayerExperts
+    weights: ExpertWeights
     dispatcher: FreshLaneDispatcher
 
     def __init__(
@@ -296,7 +296,8 @@ class EpochMoEBlock(nn.Module):
         state = super().state_dict(*args, prefix=prefix, **kwargs)
         for key in self._expert_keys(state, prefix):
             if error := self.incomplete(f"the value of {key} in a state_dict"):
-                state[key] = AbsentTensor(state[key], str(error))
+                whole = state[key]
+                state[key] = AbsentTensor(whole.shape, whole.dtype, whole.device, str(error))
         return state
 
     def _expert_keys(self, state_dict: Any, prefix: str) -> list[str]:

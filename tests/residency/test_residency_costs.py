@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from epoch_moe.residency.costs import Costs, measure_costs
-from epoch_moe.residency.sources import FileSource, HostSource, Staging, TensorFile, find_parts
+from epoch_moe.residency.sources import Buffers, FileSource, HostSource, TensorFile, find_parts
 
 # 6 MB over 20 GB/s: 0.3 ms. The host reads the weights in 0.3 ms too, and computes 0.03 ms per row.
 GPU = Costs(
@@ -56,7 +56,7 @@ def test_speeds_are_measured(tmp_path: Path) -> None:
     found = find_parts(file.headers, {"a.safetensors": file}, "m.mlp", range(num_experts), inner, hidden)
     assert found is not None
     buffers = torch.empty(2 * inner, hidden), torch.empty(hidden, inner)
-    costs = measure_costs(FileSource(*found, Staging(inner, hidden)), num_experts, *buffers, torch.device("cpu"))
+    costs = measure_costs(FileSource(*found, Buffers(inner, hidden)), num_experts, *buffers, torch.device("cpu"))
     assert costs.expert_bytes == 3 * inner * hidden * 4 and costs.flops_per_row == 6 * inner * hidden
     assert costs.link is None and costs.disk is not None
     for speed in (costs.disk, costs.host_bytes, costs.host_flops):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from epoch_moe.residency.sources import FileSource, HostSource, ResidencyError, Staging, TensorFile, find_parts
+from epoch_moe.residency.sources import Buffers, FileSource, HostSource, ResidencyError, TensorFile, find_parts
 
 E, F, H = 4, 8, 16
 PREFIX = "model.layers.3.mlp"
@@ -43,7 +43,7 @@ def source(path: Path, experts: range = range(E), **options: bool) -> FileSource
     file = TensorFile(path, **options)
     found = find_parts(file.headers, {path.name: file}, PREFIX, experts, F, H)
     assert found is not None
-    return FileSource(*found, Staging(F, H))
+    return FileSource(*found, Buffers(F, H))
 
 
 def read(found: FileSource | HostSource, expert: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -66,20 +66,20 @@ def test_every_layout_gives_the_experts_as_they_are(tmp_path: Path, layout: str,
     assert torch.equal(read(part, 1, dtype)[1], down[3])
 
 
-def test_another_dtype_goes_through_staging(tmp_path: Path) -> None:
+def test_another_dtype_goes_through_buffers(tmp_path: Path) -> None:
     gate_up, down = weights()
     write(tmp_path / "a.safetensors", "per_expert", gate_up, down)
     file = TensorFile(tmp_path / "a.safetensors")
     found = find_parts(file.headers, {"a.safetensors": file}, PREFIX, range(E), F, H)
     assert found is not None
-    staging = Staging(F, H)
-    got = read(FileSource(*found, staging), 2, torch.bfloat16)
+    buffers_of_all = Buffers(F, H)
+    got = read(FileSource(*found, buffers_of_all), 2, torch.bfloat16)
     assert torch.equal(got[0], gate_up[2].bfloat16()) and torch.equal(got[1], down[2].bfloat16())
     # Made bfloat16, then float32 again: the values are bfloat16's.
-    got = read(FileSource(*found, staging, (torch.bfloat16,)), 2)
+    got = read(FileSource(*found, buffers_of_all, (torch.bfloat16,)), 2)
     assert torch.equal(got[0], gate_up[2].bfloat16().float()) and torch.equal(got[1], down[2].bfloat16().float())
     steps = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
-    got = read(FileSource(*found, staging).convert(*steps[0]).convert(*steps[1]), 2)
+    got = read(FileSource(*found, buffers_of_all).convert(*steps[0]).convert(*steps[1]), 2)
     assert torch.equal(got[1], down[2].bfloat16().float())
     host = HostSource(gate_up, down).convert(*steps[0]).convert(*steps[1])
     assert torch.equal(read(host, 2)[1], down[2].bfloat16().float())
@@ -139,8 +139,8 @@ def later(path: Path) -> None:
     [
         (truncate, r"its size went from \d+ to \d+ bytes"),
         (lengthen, r"its size went from \d+ to \d+ bytes"),
-        (overwrite, "written to .its header is the same."),
-        (other_header, "written to .its header is another one."),
+        (overwrite, "it was written to"),
+        (other_header, "it was written to"),
     ],
 )
 def test_a_file_that_changes_under_us_is_an_error(tmp_path: Path, change: Callable[[Path], None], says: str) -> None:
@@ -193,14 +193,6 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "preadv", some)
     got = read(found, 1)
     assert torch.equal(got[0], gate_up[1]) and torch.equal(got[1], down[1])
-
-
-def test_an_unlinked_file_is_read_on(tmp_path: Path) -> None:
-    gate_up, down = weights()
-    write(tmp_path / "a.safetensors", "fused", gate_up, down)
-    found = source(tmp_path / "a.safetensors", unlink=True)
-    assert not list(tmp_path.iterdir())
-    assert torch.equal(read(found, 0)[1], down[0])
 
 
 def test_experts_in_main_memory() -> None:

@@ -66,7 +66,7 @@ def slots_of(count: int) -> dict[str, Any]:
 
 
 def memory_of(experts: ResidentExperts) -> tuple[int, ...]:
-    buffers = experts.loader.buffers(experts.fast.down_EHF.dtype, experts.device)
+    buffers = loader.passing(experts.loader.buffers, experts.dtype, experts.device)
     return experts.fast.down_EHF.data_ptr(), *(buffer[0].data_ptr() for buffer in buffers)
 
 

@@ -7,26 +7,31 @@ with nothing, or make half a checkpoint, and gets an error that says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from epoch_moe.experts.views import ExpertViews
+
 
 class AbsentTensor(Tensor):
     """A tensor whose values are elsewhere.
 
     Args:
-        like: gives shape, dtype and device.
+        shape, dtype, device: what it says of itself; it is contiguous.
         error: what every use of the values is told.
     """
 
     error: str
 
     @staticmethod
-    def __new__(cls, like: Tensor, error: str) -> AbsentTensor:  # noqa: D102
-        made: AbsentTensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(  # noqa: D102
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, error: str
+    ) -> AbsentTensor:
+        made: AbsentTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.error = error
         return made
 
@@ -44,3 +49,11 @@ class AbsentTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def absent_views(
+    num_experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device, error: str
+) -> ExpertViews:
+    """Fused experts ``[E,2F,H]`` and ``[E,H,F]`` without values, see `AbsentTensor`."""
+    shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    return ExpertViews.fused(*(AbsentTensor(shape, dtype, device, error) for shape in shapes))

@@ -6,7 +6,6 @@ forward, dequantisation) is refused by name, when the weights are stacked and on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -70,29 +69,3 @@ def check_router(where: str, module: Any) -> None:
 def qualified(thing: object) -> str:
     """The class of something, with the module that it comes from."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-class Untouched:
-    """Notices that somebody replaced, wrapped or hooked modules since they were checked.
-
-    Asked on every forward of every layer, for hundreds of modules: so it compares dictionaries, in C. With the
-    addresses of the weights that takes a third less than walking the modules in Python did for the addresses alone.
-
-    Args:
-        modules: in any order.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]):
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._children = [m._modules for m in modules]
-        self._children_then = [dict(children) for children in self._children]
-        self._attributes = [m.__dict__ for m in modules]
-        self._attributes_then = sum(map(len, self._attributes))
-
-    def __bool__(self) -> bool:
-        # A forward of a module's own is one more attribute.
-        return (
-            not any(self._hooks)
-            and self._children == self._children_then
-            and sum(map(len, self._attributes)) == self._attributes_then
-        )

@@ -1,4 +1,4 @@
-"""ExpertViews expert storage that the model's own parameters view.
+"""Stacked expert weights that the model's own parameters are views of.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 
@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from epoch_moe.experts.bypassed import Untouched
+from epoch_moe.experts.absent import absent_views
 from epoch_moe.experts.layouts import LAYOUTS, Layout, LayoutName
 from epoch_moe.experts.run import Backend, pick_backend, run_experts, worklist_for
 from epoch_moe.experts.views import ExpertViews
@@ -47,22 +46,37 @@ class _StackedView(torch.autograd.Function):
 
 
 class _Seen:
-    """What a layer's modules and parameters were when they were stacked."""
+    """What a layer's modules and parameters were when they were stacked.
+
+    Compared on every forward of every layer, for hundreds of modules: so it is done in C, and what must be empty is
+    asked for that alone. Nothing less would do: assigning ``.data`` of one expert leaves no other trace.
+    """
 
     def __init__(self, layout: Layout):
-        self._modules = Untouched(layout.bypassed())
-        owners = layout.owners()
-        self._owners = [module._parameters for module, _ in owners]
-        self._names = [name for _, name in owners]
+        modules, owners = layout.bypassed(), layout.owners()
+        children = [m._modules for m in modules]
+        hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._empty = [*hooks, *(each for each in children if not each)]
+        self._children = [each for each in children if each]
+        self._children_then = list(map(dict, self._children))
+        self._attributes = [m.__dict__ for m in modules]  # a forward of a module's own is one more
+        self._attributes_then = sum(map(len, self._attributes))
+        self._owners, self._names = [module._parameters for module, _ in owners], [name for _, name in owners]
         self._addresses = list(map(Tensor.data_ptr, layout.params()))
 
     def holds(self) -> bool:
-        """Whether they are still the same, at the same addresses."""
+        """Whether they are still the same, at the same addresses, and nobody wrapped or hooked them."""
         try:
             params = map(getitem, self._owners, self._names)
-            return bool(self._modules) and list(map(Tensor.data_ptr, params)) == self._addresses  # type: ignore[arg-type]
+            addresses = list(map(Tensor.data_ptr, params))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return False  # a parameter is gone; `check` names the module
+        return (
+            addresses == self._addresses
+            and not any(self._empty)
+            and self._children == self._children_then
+            and sum(map(len, self._attributes)) == self._attributes_then
+        )
 
     def writes(self) -> int:
         """How often the parameters were written to, all together."""
@@ -195,23 +209,17 @@ class ExpertWeights:
         """The error of what needs all experts as tensors: None, they are here."""
         return None
 
-    def check(self) -> None:
-        """Refuse weights that cannot be stacked, quoting the first offender; see `Layout.check`."""
-        self.layout.check()
-
     def outline(self) -> ExpertViews:
-        """What `ensure` would give, down to the strides but without memory: to ask whether a backend fits."""
-        num_experts, inner, hidden = self.layout.sizes()
+        """What `ensure` would give, without memory: to ask whether a backend fits."""
         param = self.layout.params()[0]
-        with FakeTensorMode():
-            return ExpertViews.empty(num_experts, inner, hidden, dtype=param.dtype, device=param.device)
+        return absent_views(*self.layout.sizes(), param.dtype, param.device, "an outline of experts has no values")
 
     # Tensors made in inference mode could never be trained, and the parameters become views of these.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _stack(self) -> None:
         self._stacked = self._seen = None
-        self.check()
+        self.layout.check()
         num_experts, inner, hidden = self.layout.sizes()
         gate_up, down = self.layout.split_params()
         self.moved_bytes = self.peak_bytes = 0

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.run import Backend
 from epoch_moe.experts.views import ExpertViews
+from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.dispatch_kinds import Dispatched
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.freshlane.restore import Restore, pack
@@ -34,83 +34,6 @@ from epoch_moe.precision import product_dtype
 from epoch_moe.routing import RouterSpec, Routing, Scores, route, router_logits, router_scores, sequence_pools
 
 Forward = ForwardPlan | DenseForward | None
-
-
-class LayerExperts(Protocol):
-    """This rank's experts of a layer: `ExpertWeights`, or `ResidentExperts` where they are not all in fast memory.
-
-    Attributes:
-        layout: where a block keeps their parameters.
-        moved_bytes, peak_bytes: of the last stacking, see `ExpertWeights`.
-    """
-
-    layout: Layout
-    moved_bytes: int
-    peak_bytes: int
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Another value after every change of the weights."""
-        ...
-
-    def ensure(self) -> ExpertViews:
-        """Their weights, checked for this forward."""
-        ...
-
-    def differentiable(self) -> ExpertViews:
-        """`ensure`, as a function of the parameters for autograd."""
-        ...
-
-    def outline(self) -> ExpertViews:
-        """Shapes, dtypes and strides as `ensure` would give them, without memory."""
-        ...
-
-    def is_stacked(self) -> bool:
-        """Whether `ensure` has nothing to do."""
-        ...
-
-    def release(self) -> None:
-        """Drop what the parameters have left."""
-        ...
-
-    def follow(self, fn: Callable[[Tensor], Tensor], move: Callable[[], object]) -> None:
-        """`nn.Module._apply` of a block."""
-        ...
-
-    def pick(self, requested: Backend) -> Backend:
-        """How they are computed; an impossible request is refused."""
-        ...
-
-    def refused(self, what: str) -> RuntimeError | None:
-        """The error of what needs all experts as tensors, where they are not here."""
-        ...
-
-    def compute(
-        self,
-        x_NH: Tensor,
-        ids_NK: Tensor,
-        weights_NK: Tensor,
-        views: ExpertViews,
-        *,
-        backend: Backend,
-        part: tuple[int, int] | None,
-        dtype: torch.dtype,
-        tell: Callable[[], Any] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the experts of each row, and pairs per expert.
-
-        Args:
-            x_NH, ids_NK, weights_NK: rows, their local experts and weights, as `Dispatched` has them.
-            views: the layer's weights, as of this forward.
-            backend: as configured.
-            part: see `epoch_moe.worklist.build_worklist`.
-            dtype: of the sum.
-            tell: tells the listener what the rows route to, and returns its answer; None: there is no listener.
-
-        Returns:
-            ``[N,H]`` in ``dtype``, and int64 ``[e]``.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +57,7 @@ class Visit:
     router: RouterSpec
     gate_EH: Tensor
     bias_E: Tensor | None
-    experts: LayerExperts
+    experts: ExpertWeights
     views: ExpertViews
     dispatcher: FreshLaneDispatcher
     backend: Backend

@@ -13,8 +13,7 @@ from torch import nn
 
 from epoch_moe.block import BlockSpec
 from epoch_moe.experts.bypassed import check_calls, replaced_forward
-from epoch_moe.experts.layouts import check_tensors
-from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.experts.layouts import LAYOUTS, check_tensors
 from epoch_moe.patching.find import module_at
 from epoch_moe.patching.state import PatchState
 
@@ -34,7 +33,7 @@ def refusal(path: str, module: nn.Module, spec: BlockSpec) -> str:
     try:
         spec.read_gate(module)
         check_tensors([(spec.gate_weight, module.get_parameter(spec.gate_weight))])
-        ExpertWeights(spec.holder(module), spec.layout).check()
+        LAYOUTS[spec.layout](spec.holder(module)).check()
         spec.check(module)
     except (TypeError, ValueError) as error:
         return str(error)

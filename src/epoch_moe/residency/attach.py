@@ -1,16 +1,13 @@
 """Give a model's MoE layers resident experts, and take them away again.
 
 The layers' experts come from files that hold them already, where that is known to be so, or go to a temporary file that
-is written here, layer by layer, so that memory goes down as the file grows. The file has no name once it is open: it
-goes with the process, however that ends.
+is written here, layer by layer, so that memory goes down as the file grows.
 
 Shape suffixes: E experts, F expert inner size, H hidden.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import shutil
 import tempfile
@@ -21,26 +18,28 @@ from typing import Any, Protocol
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.config import ResidencyConfig, slots_per_layer
+from epoch_moe.residency.costs import measure_costs
 from epoch_moe.residency.experts import ResidentExperts
-from epoch_moe.residency.loader import Loader
+from epoch_moe.residency.loader import Loader, passing
 from epoch_moe.residency.policies import make_policy
 from epoch_moe.residency.sources import (
+    Buffers,
     ExpertSource,
     FileSource,
     HostSource,
+    Part,
     ResidencyError,
-    Staging,
     TensorFile,
     find_parts,
 )
 from epoch_moe.residency.state import Residency
-from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_headers
+from epoch_moe.tensor_files import TensorHeader, read_headers
 
 _HOST_SHARE = 0.5
 
@@ -73,7 +72,7 @@ class Origin:
 class Block(Protocol):
     """The attribute of an `EpochMoEBlock` that is replaced."""
 
-    weights: ExpertWeights | ResidentExperts
+    weights: ExpertWeights
 
 
 @dataclass
@@ -85,7 +84,12 @@ class _Layer:
     whole: ExpertWeights
     dtype: torch.dtype
     device: torch.device
-    source: ExpertSource | None = None
+    source: FileSource | None = None
+
+    @property
+    def bytes_per_expert(self) -> int:
+        _, inner, hidden = self.whole.layout.sizes()
+        return 3 * inner * hidden * self.dtype.itemsize
 
 
 def attach(
@@ -106,58 +110,61 @@ def attach(
         ValueError: the budget is too small, or ``config.source`` does not hold these experts. Nothing was changed.
         OSError: a file cannot be written; experts that had left are back.
     """
+    in_memory = origin is None or not origin.verified
     layers = []
     for path, block in blocks.items():
-        whole = block.weights
-        assert isinstance(whole, ExpertWeights)
-        param = whole.layout.params()[0]
+        param = block.weights.layout.params()[0]
         device = param.device if origin is None or origin.device is None else origin.device
-        layers.append(_Layer(path, block, whole, param.dtype, device))
+        layers.append(_Layer(path, block, block.weights, param.dtype, device))
     sizes = {layer.whole.layout.sizes() for layer in layers}
     if len(sizes) != 1:
         raise ValueError(
             f"residency needs MoE layers with equally many experts of one size, this model has {sorted(sizes)}"
         )
     num_experts, inner, hidden = sizes.pop()
-    bytes_each = [3 * inner * hidden * layer.dtype.itemsize for layer in layers]
-    buffers = 2 * max(bytes_each)
-    slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)  # before files are read
-    loader = Loader(inner, hidden, config.miss)
-    named = config.source is not None and (origin is None or not origin.verified)
+    bytes_each = [layer.bytes_per_expert for layer in layers]
+    scratch = 2 * max(bytes_each)
+    slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, scratch)  # before files are read
+    buffers = Buffers(inner, hidden)
+    named = config.source is not None and in_memory
     if named:
         origin = read_origin(Path(str(config.source)))
     if origin is not None:
-        _find(layers, origin, range(num_experts) if experts is None else experts, loader.staging, config, named)
-    converted = {
-        layer.source.dtype for layer in layers
-        if isinstance(layer.source, FileSource) and layer.source.dtype != layer.dtype
-    }  # fmt: skip
-    buffers += sum(3 * inner * hidden * stored.itemsize for stored in converted)
-    slots_L = slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, buffers)
+        _find(layers, origin, range(num_experts) if experts is None else experts, buffers, config, named)
+    stored = {layer.source.dtype for layer in layers if layer.source and layer.source.dtype != layer.dtype}
+    scratch += sum(3 * inner * hidden * dtype.itemsize for dtype in stored)
+    slots_L = slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, scratch)
     policy = make_policy(config.policy, len(layers), num_experts)
-    state = Residency(config, Clock(policy, len(layers), num_experts), loader)
-    in_memory = origin is None or not origin.verified
+    clock = Clock(policy, len(layers), num_experts)
     host = _on_host(config, layers, sum(bytes_each) * num_experts)
+    loader: Loader | None = None
+    spilled, made = 0, []
     try:
         for index, (layer, slots) in enumerate(zip(layers, slots_L, strict=True)):
-            source = _source(state, index, layer, host)
+            source: ExpertSource | None = layer.source
+            if host:
+                source = _copy_to_host(layer)
+            elif source is None:
+                source = _spill(config, layer, buffers)
+                spilled += num_experts * layer.bytes_per_expert
+            if loader is None:
+                scratch_buffer = passing(buffers, layer.dtype, layer.device)[0]
+                loader = Loader(buffers, measure_costs(source, num_experts, *scratch_buffer, layer.device), config.miss)
             name = f"{layer.path} (MoE layer {index})"
             one = ResidentExperts(
-                index, name, layer.whole, source, slots, layer.dtype, layer.device, policy, state.clock, loader
+                index, name, layer.whole, source, slots, layer.dtype, layer.device, policy, clock, loader
             )
-            state.layers.append(one)
+            made.append(one)
             if in_memory:
                 one.take_parameters()
-        first = state.layers[0]
-        loader.measure(first.source, num_experts, layers[0].dtype, first.device)
     except BaseException:
-        for one in state.layers:
+        for one in made:
             if one.kept is not None:
                 one.give_back(one.read_all())
         raise
-    for layer, one in zip(layers, state.layers, strict=True):
+    for layer, one in zip(layers, made, strict=True):
         layer.block.weights = one
-    return state
+    return Residency(config, clock, made[0].loader, made, spilled)
 
 
 def origin_of(model: nn.Module) -> Origin | None:
@@ -209,30 +216,30 @@ def known_origin(model: nn.Module) -> Origin | None:
 
 
 def _find(
-    layers: Sequence[_Layer], origin: Origin, experts: range, staging: Staging, config: ResidencyConfig, named: bool
+    layers: Sequence[_Layer], origin: Origin, experts: range, buffers: Buffers, config: ResidencyConfig, named: bool
 ) -> None:
     """Give the layers the origin's files as source, where their experts are these bit for bit."""
+    required = named or origin.verified
     try:
-        files = {
-            name: TensorFile(origin.folder / name, drop_cache=config.drop_cache)
-            for name in sorted({header.file for header in origin.headers.values()})
-        }
+        names = sorted({header.file for header in origin.headers.values()})
+        files = {name: TensorFile(origin.folder / name, drop_cache=config.drop_cache) for name in names}
     except (OSError, ValueError, ResidencyError):
-        if named or origin.verified:
+        if required:
             raise
         return
+    headers = {key: header for file in files.values() for key, header in file.headers.items()}
     advice = ". Leave ResidencyConfig.source out to have the model's experts written to a temporary file" * named
     for layer in layers:
         try:
             _, inner, hidden = layer.whole.layout.sizes()
-            found = find_parts(origin.headers, files, layer.path, experts, inner, hidden)
+            found = find_parts(headers, files, layer.path, experts, inner, hidden)
             if found is None:
                 raise ValueError("it has no such experts")
-            source = FileSource(*found, staging)
+            source = FileSource(*found, buffers)
             if not origin.verified:
                 _compare(source, layer, experts)
         except ValueError as error:
-            if named or origin.verified:
+            if required:
                 raise ValueError(f"{origin.folder} cannot be the source of {layer.path}: {error}{advice}") from error
         else:
             layer.source = source
@@ -260,17 +267,14 @@ def _on_host(config: ResidencyConfig, layers: Sequence[_Layer], total: int) -> b
     return bool(total <= _HOST_SHARE * psutil.virtual_memory().available)
 
 
-def _source(state: Residency, index: int, layer: _Layer, host: bool) -> ExpertSource:
-    """The source of this layer's experts: its files, main memory (copied here), or a temporary file (written here)."""
-    if not host:
-        return layer.source or _spill(state, index, layer)
-    num_experts, inner, hidden = layer.whole.layout.sizes()
+def _copy_to_host(layer: _Layer) -> HostSource:
+    """A layer's experts in main memory."""
     there: dict[str, Any] = {"dtype": layer.dtype, "device": "cpu", "pin_memory": layer.device.type == "cuda"}
-    host_E = ExpertViews.empty(num_experts, inner, hidden, **there)
+    host_E = ExpertViews.empty(*layer.whole.layout.sizes(), **there)
     gate_up, down = host_E.gate_up_E2FH, host_E.down_EHF
     with torch.inference_mode(False), torch.no_grad():
         if layer.source is not None:
-            for expert in range(num_experts):
+            for expert in range(host_E.num_experts):
                 layer.source.read(expert, gate_up[expert], down[expert])
         else:
             stacked = layer.whole.ensure()
@@ -279,13 +283,11 @@ def _source(state: Residency, index: int, layer: _Layer, host: bool) -> ExpertSo
     return HostSource(gate_up, down)
 
 
-def _spill(state: Residency, index: int, layer: _Layer) -> FileSource:
-    """Write a layer's experts to a temporary safetensors file in the fused layout."""
-    config = state.config
+def _spill(config: ResidencyConfig, layer: _Layer, buffers: Buffers) -> FileSource:
+    """A layer's experts in a temporary file: bytes of all gate and up projections, then of all down projections."""
     folder = Path(tempfile.gettempdir() if config.spill_dir is None else config.spill_dir)
     stacked = layer.whole.ensure()
-    named = {"layer.w1": stacked.gate_up_E2FH, "layer.w2": stacked.down_EHF}
-    total = sum(t.numel() * t.element_size() for t in named.values())
+    total = stacked.num_experts * layer.bytes_per_expert
     if not folder.is_dir():
         raise FileNotFoundError(f"ResidencyConfig.spill_dir={str(folder)!r}: there is no such folder")
     free = shutil.disk_usage(folder).free
@@ -294,35 +296,20 @@ def _spill(state: Residency, index: int, layer: _Layer) -> FileSource:
             f"{folder} has {free / 1e9:.2f} GB left and {layer.path} takes {total / 1e9:.2f} GB: pass "
             "ResidencyConfig(spill_dir=...) with more room"
         )
-    handle, name = tempfile.mkstemp(prefix=f"epoch_moe_layer{index}_", suffix=".safetensors", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _write(file, named)
-        opened = TensorFile(Path(name), drop_cache=config.drop_cache, unlink=True)
-    except BaseException:
-        os.unlink(name)
-        raise
-    state.spilled += total
-    num_experts, inner, hidden = layer.whole.layout.sizes()
-    found = find_parts(opened.headers, {opened.path.name: opened}, "layer", range(num_experts), inner, hidden)
-    assert found is not None
-    return FileSource(*found, state.loader.staging)
-
-
-def _write(file: Any, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, expert by expert: no second copy in memory."""
-    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    header, place = {}, 0
-    for name, tensor in tensors.items():
-        end = place + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # tensors begin at a multiple of 64 bytes
-    file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        for part in tensor.detach():
-            # Through ctypes, not numpy: bfloat16 has none.
-            whole = part.cpu().contiguous()
-            size = whole.numel() * whole.element_size()
-            file.write((ctypes.c_char * size).from_address(whole.data_ptr()))
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it goes with who has it open
+        for tensor in (stacked.gate_up_E2FH, stacked.down_EHF):
+            for part in tensor.detach():  # expert by expert: no second copy in memory
+                file.write(part.cpu().contiguous().view(torch.uint8).numpy())
+        file.flush()
+        name = folder / f"the temporary file of {layer.path}"
+        opened = TensorFile(name, drop_cache=config.drop_cache, fd=os.dup(file.fileno()))
+    size_up, size_down = (t[0].numel() * t.element_size() for t in (stacked.gate_up_E2FH, stacked.down_EHF))
+    behind = stacked.num_experts * size_up
+    parts_E = [
+        (
+            Part(opened, f"gate_up of expert {expert}", expert * size_up, size_up, down=False, offset=0),
+            Part(opened, f"down of expert {expert}", behind + expert * size_down, size_down, down=True, offset=0),
+        )
+        for expert in range(stacked.num_experts)
+    ]
+    return FileSource(parts_E, layer.dtype, buffers)

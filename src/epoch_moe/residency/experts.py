@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.experts.absent import AbsentTensor
-from epoch_moe.experts.layouts import Layout
+from epoch_moe.experts.absent import absent_views
 from epoch_moe.experts.run import Backend, pick_backend, segments_of
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.residency.clock import Clock
 from epoch_moe.residency.demand import Demand
-from epoch_moe.residency.loader import Job, LayerCounts, Loader
+from epoch_moe.residency.loader import PASSING, Arrivals, Job, LayerCounts, Loader, passing
 from epoch_moe.residency.placement import LayerPlacement, Move, Steps
 from epoch_moe.residency.policies import Policy
 from epoch_moe.residency.sources import ExpertSource
@@ -39,8 +38,8 @@ from epoch_moe.routing import NO_EXPERT
 from epoch_moe.worklist import Worklist, build_worklist, combine, count_pairs, expert_groups
 
 
-class ResidentExperts:
-    """Stands in for `ExpertWeights` where a layer's experts are not all in memory.
+class ResidentExperts(ExpertWeights):
+    """`ExpertWeights` that are not all in fast memory.
 
     Args:
         index: this layer's place among the MoE layers.
@@ -73,41 +72,32 @@ class ResidentExperts:
         clock: Clock,
         loader: Loader,
     ):
+        super().__init__(whole.experts, whole.layout_name)
         self.index, self.name, self.whole, self.source = index, name, whole, source
         self.policy, self.clock, self.loader = policy, clock, loader
         self.num_experts, self.inner, self.hidden = whole.layout.sizes()
-        self.device = device
         self.kept: list[nn.Parameter] | None = None
         self.placement = LayerPlacement(slots, self.num_experts)
         self.counts = LayerCounts()
-        self.moved_bytes = self.peak_bytes = self._conversions = 0
-        self._allocate(dtype)
+        self._conversions = 0
+        self._allocate(dtype, device)
 
-    def _allocate(self, dtype: torch.dtype) -> None:
-        where: dict[str, Any] = {"dtype": dtype, "device": self.device}
-        self.fast = ExpertViews.empty(self.placement.slots, self.inner, self.hidden, **where)
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.fast = ExpertViews.empty(self.placement.slots, self.inner, self.hidden, dtype=dtype, device=device)
         error = str(self.refused("reading the stacked weights"))
-        sizes = (self.num_experts, 2 * self.inner, self.hidden), (self.num_experts, self.hidden, self.inner)
-        one = self.fast.down_EHF.new_empty(1)
-        self._outline = ExpertViews.fused(*(AbsentTensor(one.expand(size), error) for size in sizes))
+        self._outline = absent_views(self.num_experts, self.inner, self.hidden, dtype, device, error)
 
     # ------------------------------------------------------------------------------- what a block asks of its weights
-
-    @property
-    def layout(self) -> Layout:
-        """The modules' parameters."""
-        return self.whole.layout
 
     def ensure(self) -> ExpertViews:
         """Shape, dtype and device of all experts, ``[E,2F,H]`` and ``[E,H,F]``; using their values is an error."""
         return self._outline
 
-    def outline(self) -> ExpertViews:
-        """The same as `ensure`."""
-        return self._outline
+    outline = ensure
 
     def pick(self, requested: Backend) -> Backend:
-        """See `LayerExperts`."""
+        """As `ExpertWeights.pick`, of experts that lie in several places."""
         return pick_backend(requested, self.fast, pieces=True)
 
     @property
@@ -119,14 +109,18 @@ class ResidentExperts:
         """Always: nobody else holds the slots."""
         return True
 
-    def release(self) -> None:
-        """Does nothing: fast memory is never stacked anew."""
-
     def differentiable(self) -> ExpertViews:
         """Refused."""
         raise RuntimeError(
             f"{self.name}: gradients are asked for, and the experts are not all in memory, so there is no backward "
             "pass: run under torch.no_grad(), or call epoch_moe.unpatch to train"
+        )
+
+    def refused(self, what: str) -> RuntimeError:
+        """The error of everything that needs all experts as tensors."""
+        return RuntimeError(
+            f"{self.name}: {what} needs all experts in memory, and {self.placement.slots} of {self.num_experts} are. "
+            "Call epoch_moe.unpatch(model), which reads them back, or use the checkpoint that they come from"
         )
 
     # ------------------------------------------------------------------------------------------------------ a forward
@@ -209,8 +203,7 @@ class ResidentExperts:
         finds them worth more.
 
         Args:
-            x_PH: rows in the worklist's order.
-            worklist: over the slots, then the experts of ``jobs``.
+            x_PH: rows in the order of ``worklist``, which is over the slots, then the experts of ``jobs``.
             pairs_N: pairs of each of these.
             jobs, steps: what is to come, and what happens to the slots.
             segments: see `segments_of`.
@@ -221,7 +214,7 @@ class ResidentExperts:
         arrived: set[int] = set()
         out_PH = torch.empty_like(x_PH)
         try:
-            with self.loader.bring(self.source, self.fast, jobs, counts) as arrivals:
+            with Arrivals(self.loader, self.source, self.fast, jobs, counts) as arrivals:
                 start = time.perf_counter()
                 if begin:
                     out_PH[:begin] = segments(x_PH[:begin], self.fast, pairs_N[:slots], worklist.ends_E[:slots])
@@ -289,10 +282,10 @@ class ResidentExperts:
         Raises:
             ResidencyError: one cannot be read.
         """
-        dtype = self.fast.down_EHF.dtype
-        stacked = ExpertViews.empty(self.num_experts, self.inner, self.hidden, dtype=dtype, device=self.device)
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        stacked = ExpertViews.empty(self.num_experts, self.inner, self.hidden, **where)
         with torch.inference_mode(False), torch.no_grad():
-            buffer = self.loader.buffers(dtype, self.device)[0]
+            buffer = passing(self.loader.buffers, self.dtype, self.device)[0]
             for expert in range(self.num_experts):
                 self.source.read(expert, *buffer)
                 stacked.gate_up_E2FH[expert].copy_(buffer[0])
@@ -312,20 +305,19 @@ class ResidentExperts:
         finally:
             for (module, name), param in zip(owners, taken, strict=True):
                 module._parameters[name] = param
-        one = self.fast.down_EHF.new_zeros(1)
-        there = fn(one)
+        there = fn(self.fast.down_EHF.new_zeros(1))
         if there.device.type == "meta":
             raise self.refused("moving to the meta device and back")
-        if there.dtype == one.dtype and there.device == one.device:
+        if there.dtype == self.dtype and there.device == self.device:
             return
-        if there.dtype != one.dtype:
-            self.source = self.source.convert(one.dtype, there.dtype)
-        self.loader.free(one.dtype, self.device)
-        self.device = there.device
+        if there.dtype != self.dtype:
+            self.source = self.source.convert(self.dtype, there.dtype)
+        for use in PASSING:
+            self.loader.buffers.free(use, self.dtype, self.device.type == "cuda")
         self._conversions += 1
         self.placement.forget(range(self.num_experts))
-        self._allocate(there.dtype)
-        self.loader.buffers(there.dtype, self.device)
+        self._allocate(there.dtype, there.device)
+        passing(self.loader.buffers, self.dtype, self.device)
         for module, name in owners:
             meta = module._parameters[name]
             assert meta is not None
@@ -333,22 +325,15 @@ class ResidentExperts:
         for param in self.kept or ():
             param.data = param.data.to(there.device, there.dtype)
 
-    def refused(self, what: str) -> RuntimeError:
-        """The error of everything that needs all experts as tensors."""
-        return RuntimeError(
-            f"{self.name}: {what} needs all experts in memory, and {self.placement.slots} of {self.num_experts} are. "
-            "Call epoch_moe.unpatch(model), which reads them back, or use the checkpoint that they come from"
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ResidentExperts:
-        # Slots of its own, empty; the same source, which is only read.
-        new: ResidentExperts = object.__new__(type(self))
-        memo[id(self)] = new
-        for name, value in self.__dict__.items():
-            if name not in ("fast", "_outline"):
-                setattr(new, name, copy.deepcopy(value, memo))
-        new.placement.forget(range(self.num_experts))
-        new._allocate(self.fast.down_EHF.dtype)
+        # Slots of its own, empty; the same files, which are only read.
+        parts = self.whole, self.source, self.policy, self.clock, self.loader, self.kept, self.counts
+        whole, source, policy, clock, loader, kept, counts = copy.deepcopy(parts, memo)
+        new = memo[id(self)] = ResidentExperts(
+            self.index, self.name, whole, source, self.placement.slots, self.dtype, self.device, policy, clock, loader
+        )
+        new.kept, new.counts, new._conversions = kept, counts, self._conversions
+        new.placement.counts = replace(self.placement.counts)
         return new
 
     def __reduce__(self) -> Any:

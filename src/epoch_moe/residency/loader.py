@@ -8,26 +8,23 @@ Shape suffixes: E experts, F expert inner size, H hidden.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.residency.config import Miss
-from epoch_moe.residency.costs import Costs, measure_costs
-from epoch_moe.residency.sources import ExpertSource, Staging, expert_buffer
+from epoch_moe.residency.costs import Costs
+from epoch_moe.residency.sources import Buffer, Buffers, ExpertSource
 
-Buffer = tuple[Tensor, Tensor]
-"""One expert's ``[2F,H]`` and ``[H,F]`` in main memory."""
 Job = tuple[int, "int | None"]
 """An expert, and the slot that it is loaded into; None: it passes through."""
 READ_AHEAD_BYTES = 1_000_000
@@ -60,55 +57,23 @@ class Loader:
     """What the layers of a model share to bring experts in: buffers, a thread that reads, a stream that moves.
 
     Args:
-        inner, hidden: F and H.
+        buffers: that experts pass through.
+        costs: speeds of this machine.
         miss: `ResidencyConfig.miss`.
-
-    Attributes:
-        staging: where experts are read whose dtype in the file is not the model's.
-        costs: speeds of this machine; None until `measure`.
     """
 
-    def __init__(self, inner: int, hidden: int, miss: Miss):
-        self.inner, self.hidden, self.miss = inner, hidden, miss
-        self.staging = Staging(inner, hidden)
-        self.costs: Costs | None = None
-        self._buffers: dict[tuple[torch.dtype, bool], tuple[Buffer, Buffer]] = {}
+    def __init__(self, buffers: Buffers, costs: Costs, miss: Miss):
+        self.buffers, self.costs, self.miss = buffers, costs, miss
         self._streams: dict[torch.device, Any] = {}
         self._thread: tuple[int, ThreadPoolExecutor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loader:
-        new = memo[id(self)] = Loader(self.inner, self.hidden, self.miss)
-        memo[id(self.staging)] = new.staging
-        new.costs = self.costs
+        new = memo[id(self)] = Loader(copy.deepcopy(self.buffers, memo), self.costs, self.miss)
         return new
-
-    def measure(self, source: ExpertSource, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take this machine's speeds from the experts of one layer."""
-        self.costs = measure_costs(source, num_experts, *self.buffers(dtype, device)[0], device)
 
     def worth_loading(self, rows: int, reuse: float) -> bool:
         """See `Costs.worth_loading`."""
-        assert self.costs is not None
         return self.costs.worth_loading(rows, reuse, self.miss)
-
-    def buffers(self, dtype: torch.dtype, device: torch.device) -> tuple[Buffer, Buffer]:
-        """Two buffers for experts on their way to ``device``, pinned for a GPU; allocated on the first call."""
-        key = (dtype, device.type == "cuda")
-        if key not in self._buffers:
-            where: dict[str, Any] = {"dtype": dtype, "device": "cpu", "pin_memory": key[1]}
-            one, other = (expert_buffer(self.inner, self.hidden, **where) for _ in range(2))
-            self._buffers[key] = one, other
-        return self._buffers[key]
-
-    def free(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give up these buffers: a layer that used them has gone to another dtype or device."""
-        self._buffers.pop((dtype, device.type == "cuda"), None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        buffers = [tensor for pair in self._buffers.values() for buffer in pair for tensor in buffer]
-        return sum(t.numel() * t.element_size() for t in buffers) + self.staging.nbytes
 
     def submit(self, read: Any) -> Future[int]:
         """Have the thread read: one that is started at its first use, and again in a process that was forked."""
@@ -122,31 +87,28 @@ class Loader:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    @contextmanager
-    def bring(
-        self, source: ExpertSource, fast: ExpertViews, jobs: Sequence[Job], counts: LayerCounts
-    ) -> Iterator[Iterator[tuple[int, bool, ExpertViews]]]:
-        """The missing experts of one forward of a layer, as they come in; no read is under way behind it.
 
-        Args:
-            source: of the layer.
-            fast: its slots.
-            jobs: what is to come, in this order; loads first.
-            counts: of the layer.
-
-        Returns:
-            ``(expert, loaded, weights)`` for each job: weights of one expert, in its slot or in main memory, that stay
-            valid until the next one is asked for.
-        """
-        arrivals = _Arrivals(self, source, fast, jobs, counts)
-        try:
-            yield iter(arrivals)
-        finally:
-            arrivals.close()
+PASSING = "one", "other"
 
 
-class _Arrivals:
-    """See `Loader.bring`."""
+def passing(buffers: Buffers, dtype: torch.dtype, device: torch.device) -> list[Buffer]:
+    """The two buffers for experts on their way to ``device``, pinned for a GPU."""
+    return [buffers.get(use, dtype, device.type == "cuda") for use in PASSING]
+
+
+class Arrivals:
+    """The missing experts of one forward of a layer, as they come in; a context, behind which no read is under way.
+
+    Iterating gives ``(expert, loaded, weights)`` for each job: weights of one expert, in its slot or in main memory,
+    that stay valid until the next one is asked for.
+
+    Args:
+        loader: of the model.
+        source: of the layer.
+        fast: its slots.
+        jobs: what is to come, in this order; loads first.
+        counts: of the layer.
+    """
 
     def __init__(
         self, loader: Loader, source: ExpertSource, fast: ExpertViews, jobs: Sequence[Job], counts: LayerCounts
@@ -155,14 +117,16 @@ class _Arrivals:
         self.device = fast.down_EHF.device
         self._waiting: deque[Job] = deque(jobs)
         self._free: deque[tuple[Buffer, Any]] = deque(
-            (buffer, None) for buffer in loader.buffers(fast.down_EHF.dtype, self.device)
+            (buffer, None) for buffer in passing(loader.buffers, fast.down_EHF.dtype, self.device)
         )
         self._coming: deque[tuple[Job, Buffer | None, Any]] = deque()
         self._futures: list[Future[int]] = []
-        expert_bytes = 3 * loader.inner * loader.hidden * fast.down_EHF.element_size()
-        self._ahead = expert_bytes >= READ_AHEAD_BYTES
+        self._ahead = fast.bytes_per_expert >= READ_AHEAD_BYTES
         self._moves = self.device.type != "cpu"
         self._submit()
+
+    def __enter__(self) -> Arrivals:
+        return self
 
     def _submit(self) -> None:
         """Start what can be read now: two experts ahead at most."""
@@ -243,10 +207,8 @@ class _Arrivals:
         current.wait_event(event)
         return event
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Cancel what has not begun, and wait for what has."""
-        self._waiting.clear()
-        self._coming.clear()
         for future in self._futures:
             if not future.cancel():
                 future.exception()

@@ -156,7 +156,6 @@ def residency_report(model: nn.Module, *, reset: bool = False) -> ResidencyRepor
         )
     with state.clock.turn():
         costs = state.loader.costs
-        assert costs is not None
         layers = tuple(
             LayerReport(
                 one.placement.slots, len(one.placement.resident), replace(one.placement.counts), replace(one.counts)

@@ -25,6 +25,9 @@ from torch import Tensor
 from epoch_moe.experts.layouts import LAYOUTS
 from epoch_moe.tensor_files import STORED_DTYPES, TensorHeader, read_header
 
+Buffer = tuple[Tensor, Tensor]
+"""One expert's ``[2F,H]`` and ``[H,F]`` in main memory."""
+
 
 class ResidencyError(RuntimeError):
     """Experts could not be read from where they lie. The forward ends; what is in fast memory stays valid."""
@@ -57,12 +60,12 @@ class ExpertSource(Protocol):
 
 
 class TensorFile:
-    """An open safetensors file that notices when it is changed.
+    """An open file of experts that notices when it is changed.
 
     Args:
-        path: of the file.
+        path: of a safetensors file.
         drop_cache: have the system forget what was read.
-        unlink: remove the name once the file is open: its contents go with the last reader, however that ends.
+        fd: of a file without headers that is open already, such as a temporary one; ``path`` only names it.
 
     Attributes:
         headers: its tensors.
@@ -72,21 +75,18 @@ class TensorFile:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, *, drop_cache: bool = False, unlink: bool = False):
+    def __init__(self, path: Path, *, drop_cache: bool = False, fd: int | None = None):
         if not hasattr(os, "preadv"):
             raise OSError("this system has no os.preadv, which reading experts from files needs (Linux, macOS, BSD)")
         self.path, self.drop_cache = path, drop_cache
-        self.headers = read_header(path)
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) if fd is None else fd
         weakref.finalize(self, os.close, self._fd).atexit = False
-        self._seen = self._identity()
-        # Between the two opens another file may have taken the name.
-        start = min((header.start for header in self.headers.values()), default=8)
-        self._start = os.pread(self._fd, start, 0)
-        if read_header(path) != self.headers or self._named() != self._seen:
+        found = os.fstat(self._fd)
+        self._size, self._modified = found.st_size, found.st_mtime_ns
+        self.headers: dict[str, TensorHeader] = {} if fd is not None else read_header(path)
+        # Another file may have taken the name between the two opens, or this one been written to.
+        if fd is None and (not os.path.samestat(found, now := os.stat(path)) or now.st_mtime_ns != self._modified):
             raise ResidencyError(f"{path} was replaced while it was opened: try again")
-        if unlink:
-            os.unlink(path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorFile:
         return self  # nothing in it belongs to one model
@@ -95,14 +95,6 @@ class TensorFile:
         raise TypeError(
             f"{self.path} is open for reading experts, which no pickle can hold: call epoch_moe.unpatch first"
         )
-
-    def _identity(self) -> tuple[int, int]:
-        found = os.fstat(self._fd)
-        return found.st_size, found.st_mtime_ns
-
-    def _named(self) -> tuple[int, int]:
-        found = os.stat(self.path)
-        return found.st_size, found.st_mtime_ns
 
     def read(self, key: str, start: int, address: int, size: int) -> None:
         """Read ``size`` bytes of tensor ``key`` at byte ``start`` of the file to a memory address.
@@ -117,17 +109,15 @@ class TensorFile:
                 rest = (ctypes.c_char * (size - done)).from_address(address + done)
                 got = os.preadv(self._fd, [rest], start + done)
                 if got == 0:
-                    raise ResidencyError(
-                        f"{self._where(key, start)}: the file ends at byte {self._identity()[0]}, and {size - done} "
-                        f"more were there when it was opened: {self._changes() or 'it was truncated'}. {_ADVICE}"
-                    )
+                    break
                 done += got
-            # After the read: what was written during it counts too.
-            changes = self._changes()
+            found = os.fstat(self._fd)  # after the read: what was written during it counts too
         except OSError as error:
-            raise ResidencyError(f"{self._where(key, start)}: {error}. {_ADVICE}") from error
-        if changes:
-            raise ResidencyError(f"{self._where(key, start)}: {changes} while a model reads it. {_ADVICE}")
+            raise self._error(key, start, str(error)) from error
+        if found.st_size != self._size:
+            raise self._error(key, start, f"its size went from {self._size} to {found.st_size} bytes")
+        if found.st_mtime_ns != self._modified or done < size:
+            raise self._error(key, start, "it was written to")
         if self.drop_cache:
             self.forget(start, size)
 
@@ -136,23 +126,11 @@ class TensorFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_DONTNEED)
 
-    def _where(self, key: str, start: int) -> str:
-        return f"cannot read {key} from {self.path} at byte {start}"
-
-    def _changes(self) -> str:
-        """What is different from when the file was opened, or ''."""
-        size, modified = self._identity()
-        if (size, modified) == self._seen:
-            return ""
-        if size != self._seen[0]:
-            return f"its size went from {self._seen[0]} to {size} bytes"
-        same = os.pread(self._fd, len(self._start), 0) == self._start
-        return "it was written to (its header is the same)" if same else "it was written to (its header is another one)"
-
-
-_ADVICE = (
-    "The forward was ended, and nothing was computed with what was read. Bring the file back and load the model anew"
-)
+    def _error(self, key: str, start: int, what: str) -> ResidencyError:
+        return ResidencyError(
+            f"cannot read {key} from {self.path} at byte {start}: {what}. The forward was ended, and nothing was "
+            "computed with what was read. Bring the file back and load the model anew"
+        )
 
 
 @dataclass(frozen=True)
@@ -176,14 +154,8 @@ class Part:
     offset: int
 
 
-def expert_buffer(inner: int, hidden: int, **where: Any) -> tuple[Tensor, Tensor]:
-    """Uninitialised memory for one expert, ``[2F,H]`` and ``[H,F]``; ``where`` as for `torch.empty`."""
-    with torch.inference_mode(False):  # else it could not be written outside of inference mode
-        return torch.empty(2 * inner, hidden, **where), torch.empty(hidden, inner, **where)
-
-
-class Staging:
-    """Where an expert is read to whose dtype in the file is not the model's; shared by the layers of a model.
+class Buffers:
+    """Memory in which experts stay while they pass through, shared by the layers of a model.
 
     Args:
         inner, hidden: F and H.
@@ -191,21 +163,32 @@ class Staging:
 
     def __init__(self, inner: int, hidden: int):
         self.inner, self.hidden = inner, hidden
-        self._buffers: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[str, torch.dtype, bool], Buffer] = {}
 
-    def of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``[2F,H]`` and ``[H,F]``, allocated on the first call."""
-        if dtype not in self._buffers:
-            self._buffers[dtype] = expert_buffer(self.inner, self.hidden, dtype=dtype, device="cpu")
-        return self._buffers[dtype]
+    def get(self, use: str, dtype: torch.dtype, pinned: bool = False) -> Buffer:
+        """The buffer of this use, uninitialised at first."""
+        key = (use, dtype, pinned)
+        if key not in self._made:
+            where: dict[str, Any] = {"dtype": dtype, "device": "cpu", "pin_memory": pinned}
+            with torch.inference_mode(False):  # else it could not be written outside of inference mode
+                self._made[key] = (
+                    torch.empty(2 * self.inner, self.hidden, **where),
+                    torch.empty(self.hidden, self.inner, **where),
+                )
+        return self._made[key]
+
+    def free(self, use: str, dtype: torch.dtype, pinned: bool) -> None:
+        """Give up a buffer."""
+        self._made.pop((use, dtype, pinned), None)
 
     @property
     def nbytes(self) -> int:
-        """Of all that were allocated."""
-        return sum(t.numel() * t.element_size() for pair in self._buffers.values() for t in pair)
+        """Bytes of all of them."""
+        return sum(t.numel() * t.element_size() for buffer in self._made.values() for t in buffer)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
-        return Staging(self.inner, self.hidden)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
+        new = memo[id(self)] = Buffers(self.inner, self.hidden)
+        return new
 
 
 class FileSource:
@@ -214,7 +197,7 @@ class FileSource:
     Args:
         parts_E: the pieces of each expert, see `find_parts`.
         dtype: as stored.
-        staging: shared by the layers; used where ``read`` is asked for another dtype.
+        buffers: shared by the layers; used where ``read`` is asked for another dtype.
         dtypes: conversions that an expert goes through first, in this order (a model that was made bfloat16 and then
             float32 has bfloat16's values in float32).
     """
@@ -225,17 +208,17 @@ class FileSource:
         self,
         parts_E: Sequence[tuple[Part, ...]],
         dtype: torch.dtype,
-        staging: Staging,
+        buffers: Buffers,
         dtypes: tuple[torch.dtype, ...] = (),
     ):
-        self.parts_E, self.dtype, self.staging, self.dtypes = parts_E, dtype, staging, dtypes
+        self.parts_E, self.dtype, self.buffers, self.dtypes = parts_E, dtype, buffers, dtypes
 
     def read(self, expert: int, gate_up_2FH: Tensor, down_HF: Tensor) -> int:
         """See `ExpertSource.read`."""
         targets = (gate_up_2FH, down_HF)
         direct = all(dtype == self.dtype for dtype in (*self.dtypes, gate_up_2FH.dtype))
         if not direct:
-            targets = self.staging.of(self.dtype)
+            targets = self.buffers.get("stored", self.dtype)
         total = 0
         for part in self.parts_E[expert]:
             target = targets[part.down]
@@ -255,10 +238,10 @@ class FileSource:
 
     def convert(self, before: torch.dtype, after: torch.dtype) -> FileSource:
         """See `ExpertSource.convert`."""
-        return FileSource(self.parts_E, self.dtype, self.staging, (*self.dtypes, before))
+        return FileSource(self.parts_E, self.dtype, self.buffers, (*self.dtypes, before))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
-        return FileSource(self.parts_E, self.dtype, copy.deepcopy(self.staging, memo), self.dtypes)
+        return FileSource(self.parts_E, self.dtype, copy.deepcopy(self.buffers, memo), self.dtypes)
 
 
 class HostSource:
@@ -339,8 +322,6 @@ def find_parts(
         dtypes.add(header.dtype)
         item = STORED_DTYPES[header.dtype].itemsize
         size = place.numel() * item
-        if header.end - header.start != size * count:
-            raise ValueError(f"{key} takes {header.end - header.start} bytes of {header.file}: its shape differs")
         start, offset = header.start + row * size, int(place.storage_offset()) * item
         return Part(files[header.file], key, start, size, number == period - 1, offset)
 

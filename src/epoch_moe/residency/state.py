@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from epoch_moe.residency.clock import Clock
@@ -27,8 +27,8 @@ class Residency:
     config: ResidencyConfig
     clock: Clock
     loader: Loader
-    layers: list[ResidentExperts] = field(default_factory=list)
-    spilled: int = 0
+    layers: list[ResidentExperts]
+    spilled: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Residency:
         clock, loader, layers = copy.deepcopy((self.clock, self.loader, self.layers), memo)
@@ -46,7 +46,7 @@ class Residency:
     def fast_bytes(self) -> int:
         """Bytes of the slots of all layers, and on the CPU of what experts pass through."""
         slots = sum(layer.placement.slots * layer.ensure().bytes_per_expert for layer in self.layers)
-        return slots + (self.loader.nbytes if self.layers[0].device.type == "cpu" else 0)
+        return slots + (self.loader.buffers.nbytes if self.layers[0].device.type == "cpu" else 0)
 
     def summary(self) -> str:
         """One line for reports."""
