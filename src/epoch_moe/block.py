@@ -20,7 +20,7 @@ from epoch_moe.checks import FLOAT_DTYPES, choice, instance, tensor
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.absent import AbsentTensor
 from epoch_moe.experts.bypassed import check_linear, check_router
-from epoch_moe.experts.layouts import FUSED, LAYOUTS, LayoutName
+from epoch_moe.experts.layouts import LAYOUTS, LayoutName
 from epoch_moe.experts.run import BACKENDS, Backend
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
@@ -75,7 +75,7 @@ class BlockSpec:
 
     def holder(self, block: nn.Module) -> nn.Module:
         """The module that holds the experts' parameters."""
-        return block if self.layout == "fused" else getattr(block, self.experts)
+        return LAYOUTS[self.layout].holder(block, self.experts)  # type: ignore[no-any-return]
 
     def check(self, block: nn.Module, here: int | None = None) -> None:
         """Refuse a block that is built in another way.
@@ -89,7 +89,8 @@ class BlockSpec:
             ValueError: its sizes are others.
         """
         kind = type(block).__name__
-        names = ["gate_weight", "gate_bias", "shared"] + ["experts"] * (self.layout != "fused")
+        layout = LAYOUTS[self.layout]
+        names = ["gate_weight", "gate_bias", "shared"] + ["experts"] * (not layout.in_block)
         paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for name, path in paths.items():
             try:
@@ -97,12 +98,12 @@ class BlockSpec:
             except AttributeError:
                 raise TypeError(f"BlockSpec.{name}={path!r}: {kind} has no such attribute") from None
         try:
-            count, _, hidden = LAYOUTS[self.layout](self.holder(block)).sizes()
+            count, _, hidden = layout(self.holder(block)).sizes()
         except (AttributeError, IndexError, TypeError, ValueError):
             raise TypeError(
                 f"BlockSpec.layout={self.layout!r}: {kind} does not hold its experts so, see epoch_moe.experts.layouts"
             ) from None
-        read = {path.partition(".")[0] for path in paths.values()} | set(FUSED if self.layout == "fused" else ())
+        read = {path.partition(".")[0] for path in (*paths.values(), *layout.below(self.experts))}
         unread = [name for name, param in block.named_parameters() if name.partition(".")[0] not in read]
         if unread:
             raise TypeError(f"{kind} has the parameter {unread[0]}, of which BlockSpec says nothing: it would be lost")
@@ -301,8 +302,8 @@ class EpochMoEBlock(nn.Module):
         return state
 
     def _expert_keys(self, state_dict: Any, prefix: str) -> list[str]:
-        own = tuple(f"{prefix}{name}" for name in (f"{self.spec.experts}.", *FUSED))
-        return [key for key in state_dict if key.startswith(own)]
+        own = {f"{prefix}{name}" for name in LAYOUTS[self.spec.layout].below(self.spec.experts)}
+        return [key for key in state_dict if any(key == name or key.startswith(f"{name}.") for name in own)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if self._expert_keys(state_dict, prefix) and (error := self.weights.refused("load_state_dict with experts")):

@@ -8,12 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from epoch_moe.experts.layouts import is_expert
+from epoch_moe.experts.layouts import LAYOUTS, is_expert
 from epoch_moe.families import describe_block
 from epoch_moe.models.loading import read_checkpoint
 from epoch_moe.tensor_files import STORED_DTYPES
-
-_LAYOUT_WORDS = {"per_expert": "one tensor each", "stacked": "stacked by projection", "fused": "fused into w1 and w2"}
 
 
 def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def inspection_text(result: Mapping[str, Any]) -> str:
         f"family: {result['family']}; router {kind}: " + ", ".join(f"{k} {v}" for k, v in router.items()),
         f"experts: {size(result['expert_bytes'])}, {size(result['bytes_per_expert'])} each, inner size "
         f"{result['expert_inner_size']}, {'with' if result['shared_expert'] else 'without'} a shared expert, "
-        f"{_LAYOUT_WORDS[result['expert_layout']]}",
+        f"{LAYOUTS[result['expert_layout']].short}",
         f"patch() would replace {result['moe_layers']} blocks and leave state_dict as it is; load_model has experts in "
         f"stacked storage, of other models patch() moves {size(result['moved_bytes'])} there (peak extra memory "
         f"{size(result['peak_extra_bytes'])}):",

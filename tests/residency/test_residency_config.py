@@ -37,26 +37,27 @@ def test_other_fields_are_checked(changes: dict[str, object]) -> None:
 
 
 def test_a_share_is_rounded_down_to_whole_experts() -> None:
-    assert slots_per_layer(0.4, [256, 64], [6, 6], 12) == [102, 25]
-    assert slots_per_layer(0.07, [100], [6], 12) == [7]
-    assert slots_per_layer("100%", [8, 8], [6, 6], 12) == [8, 8]
+    assert slots_per_layer(0.4, 256, [6, 6], 12) == [102, 102]
+    assert slots_per_layer(0.07, 100, [6], 12) == [7]
+    assert slots_per_layer("100%", 8, [6, 6], 12) == [8, 8]
 
 
 def test_less_than_one_expert_names_the_smallest_budget() -> None:
     with pytest.raises(ValueError, match=r"keeps 0\.80 of a layer's 8 experts: the smallest share is 0\.125"):
-        slots_per_layer(0.1, [8, 16], [100, 100], 200)
+        slots_per_layer(0.1, 8, [100, 100], 200)
     with pytest.raises(ValueError, match="the smallest budget is 200 bytes"):
-        slots_per_layer(199, [8, 16], [100, 100], 200)
+        slots_per_layer(199, 8, [100, 100], 200)
 
 
 def test_bytes_hold_the_scratch_buffers_too_and_are_used_up() -> None:
-    assert slots_per_layer(200, [8, 8], [100, 100], 200) == [0, 0]
-    assert slots_per_layer(299, [8, 8], [100, 100], 200) == [0, 0]
-    assert slots_per_layer(300, [8, 8], [100, 100], 200) == [1, 0]
-    assert slots_per_layer(1_000, [8, 8], [100, 100], 200) == [4, 4]
-    assert slots_per_layer("1GB", [8, 8], [100, 100], 200) == [8, 8]
+    assert slots_per_layer(200, 8, [100, 100], 200) == [0, 0]
+    assert slots_per_layer(299, 8, [100, 100], 200) == [0, 0]
+    assert slots_per_layer(300, 8, [100, 100], 200) == [1, 0]
+    assert slots_per_layer(1_000, 8, [100, 100], 200) == [4, 4]
+    assert slots_per_layer("1GB", 8, [100, 100], 200) == [8, 8]
+    sizes = [100, 40, 70]
     for budget in range(200, 3_000, 37):
-        slots = slots_per_layer(budget, [16, 8, 8], [100, 40, 70], 200)
-        used = 200 + sum(n * size for n, size in zip(slots, [100, 40, 70], strict=True))
-        assert used <= budget and all(n <= most for n, most in zip(slots, [16, 8, 8], strict=True))
-        assert slots == [16, 8, 8] or budget - used < 2 * 100
+        slots = slots_per_layer(budget, 8, sizes, 200)
+        used = 200 + sum(n * size for n, size in zip(slots, sizes, strict=True))
+        assert used <= budget and max(slots) <= 8 and max(slots) - min(slots) <= 1
+        assert slots == [8] * 3 or budget - used < sum(sizes)

@@ -22,7 +22,6 @@ from epoch_moe.experts.views import ExpertViews
 
 LayoutName = Literal["per_expert", "stacked", "fused"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-FUSED = ("w1", "w2")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -36,14 +35,42 @@ class Layout:
         parts: names of the projections in storage order, the last one the down projection.
         name: of a part's tensor below the block, in a checkpoint and in a `state_dict`.
         each: every expert has tensors of its own, rather than a layer one per part.
+        in_block: the block itself has the parameters, rather than a module of it.
+        in_files, in_modules, short: the layout in words, for messages.
     """
 
     parts: tuple[str, ...] = PROJECTIONS
     name: str
     each = False
+    in_block = False
+    in_files: str
+    in_modules: str
+    short: str
 
     def __init__(self, experts: Any):
         self.experts = experts
+
+    @classmethod
+    def holder(cls, block: nn.Module, attribute: str = "experts") -> Any:
+        """What holds the parameters in a block whose experts' module is this attribute; None where there is none."""
+        return block if cls.in_block else getattr(block, attribute, None)
+
+    @classmethod
+    def count(cls, block: nn.Module) -> int | None:
+        """The number of experts of a block that holds them so, or None."""
+        holder = cls.holder(block)
+        if isinstance(holder, nn.ModuleList):
+            return None
+        tensors = [getattr(holder, name, None) for name in cls.parts]
+        if not all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors):
+            return None
+        counts = {t.shape[0] for t in tensors if t is not None}
+        return counts.pop() if len(counts) == 1 else None
+
+    @classmethod
+    def below(cls, attribute: str = "experts") -> tuple[str, ...]:
+        """The names in a block that the experts' parameters are, or lie under."""
+        return cls.parts if cls.in_block else (attribute,)
 
     @classmethod
     def key(cls) -> re.Pattern[str]:
@@ -120,6 +147,18 @@ class PerExpert(Layout):
 
     name = "experts.{expert}.{part}.weight"
     each = True
+    in_files = "mlp.experts.<i>.{gate,up,down}_proj.weight (as released)"
+    in_modules = "`experts` (a ModuleList of gate_proj/up_proj/down_proj MLPs)"
+    short = "one tensor each"
+
+    @classmethod
+    def count(cls, block: nn.Module) -> int | None:
+        """See `Layout.count`; of a list of which a part is here (`LocalExperts`), all."""
+        experts = cls.holder(block)
+        if not isinstance(experts, nn.ModuleList) or not len(experts):
+            return None
+        known = all(hasattr(experts[0], name) for name in cls.parts)
+        return getattr(experts, "total", len(experts)) if known else None
 
     def bypassed(self) -> list[nn.Module]:
         """Their list, the experts, and their linear layers."""
@@ -151,6 +190,9 @@ class StackedExperts(Layout):
     """A module with parameters ``gate_proj``, ``up_proj`` [E,F,H] and ``down_proj`` [E,H,F] (dFactory)."""
 
     name = "experts.{part}"
+    in_files = "mlp.experts.{gate,up,down}_proj (dFactory)"
+    in_modules = "`experts` (one module with gate_proj, up_proj and down_proj as [experts, ...] parameters)"
+    short = "stacked by projection"
 
     def _named(self) -> list[tuple[str, Any]]:
         check_calls("experts", self.experts)
@@ -161,8 +203,12 @@ class StackedExperts(Layout):
 class FusedExperts(Layout):
     """A block with parameters ``w1`` [E,2F,H], gate above up, and ``w2`` [E,H,F] (dInfer): stacked already."""
 
-    parts = FUSED
+    parts = ("w1", "w2")
     name = "{part}"
+    in_block = True
+    in_files = "mlp.w1, mlp.w2 (dInfer)"
+    in_modules = "`w1` [experts, 2 x inner, hidden] and `w2` [experts, hidden, inner]"
+    short = "fused into w1 and w2"
 
     def bypassed(self) -> list[nn.Module]:
         """None: the block is what is patched."""
@@ -175,15 +221,21 @@ class FusedExperts(Layout):
 
 
 LAYOUTS: dict[LayoutName, type[Layout]] = {"per_expert": PerExpert, "stacked": StackedExperts, "fused": FusedExperts}
+SHAPES = " or ".join(layout.in_modules for layout in LAYOUTS.values())
+"""What a block with experts has, in words."""
+
+
+def find_experts(block: nn.Module) -> tuple[LayoutName, int] | None:
+    """The layout of a block's experts and their number, or None where it has none of a known shape."""
+    counts = ((name, layout.count(block)) for name, layout in LAYOUTS.items())
+    return next(((name, count) for name, count in counts if count is not None), None)
 
 
 def layout_of(keys: Iterable[str]) -> LayoutName:
     """How a checkpoint with tensors of these names holds its experts."""
     names = list(keys)
-    for layout in ("stacked", "fused"):
-        if any(map(LAYOUTS[layout].key().fullmatch, names)):
-            return layout
-    return "per_expert"
+    held = (name for name, layout in LAYOUTS.items() if any(map(layout.key().fullmatch, names)))
+    return next(held, "per_expert")
 
 
 def is_expert(key: str) -> bool:

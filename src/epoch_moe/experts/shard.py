@@ -51,7 +51,7 @@ def keep_experts(block: nn.Module, layout: LayoutName, attribute: str, kept: ran
     Raises:
         ValueError: the block has been reduced to other experts before.
     """
-    experts: Any = block if layout == "fused" else getattr(block, attribute)
+    experts = LAYOUTS[layout].holder(block, attribute)
     if LAYOUTS[layout].each:
         if isinstance(experts, LocalExperts):
             if experts.kept != kept:

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.families.experts import SHAPE as EXPERTS
-from epoch_moe.families.experts import find_experts
+from epoch_moe.experts.layouts import SHAPES, find_experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    f"a module with {EXPERTS}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "
+    f"a module with {SHAPES}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "
     "`n_group` and `topk_group`"
 )
 

@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from epoch_moe.block import BlockSpec
-from epoch_moe.families.experts import SHAPE as EXPERTS
-from epoch_moe.families.experts import find_experts
+from epoch_moe.experts.layouts import SHAPES, find_experts
 from epoch_moe.routing import RouterSpec
 
 SHAPE = (
-    f"a module with {EXPERTS}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "
+    f"a module with {SHAPES}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "
     "[experts])"
 )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registry
 
 from epoch_moe.block import EpochMoEBlock
+from epoch_moe.experts.layouts import LAYOUTS
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _SAMPLES = 8  # along each dimension of a tensor
@@ -85,9 +86,9 @@ class Watch:
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model, without those of routed experts; some more than once."""
     yield module
-    own = module.spec.experts if isinstance(module, EpochMoEBlock) and module.spec.layout != "fused" else None
+    own = LAYOUTS[module.spec.layout].below(module.spec.experts) if isinstance(module, EpochMoEBlock) else ()
     for name, child in module._modules.items():
-        if child is not None and name != own:
+        if child is not None and name not in own:
             yield from _called(child)
 
 

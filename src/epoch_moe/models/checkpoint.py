@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from epoch_moe.experts.layouts import LAYOUTS
 from epoch_moe.models.config import ModelSizes
 from epoch_moe.tensor_files import TensorHeader, is_file, read_json, some
 
@@ -19,10 +20,6 @@ _TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json")
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..*")
-_LAYOUTS = (
-    "mlp.experts.<i>.{gate,up,down}_proj.weight (as released), mlp.experts.{gate,up,down}_proj (dFactory) and mlp.w1, "
-    "mlp.w2 (dInfer)"
-)
 _FOREIGN_LAYOUTS = (
     (
         re.compile(r"\.mlp\.experts\.(w13_weight|w2_weight)$"),
@@ -190,7 +187,8 @@ def check_keys(
         foreign = [key for key in headers if pattern.search(key)]
         if foreign:
             raise ValueError(
-                f"{folder} stores {layout}: {some(foreign)}. Supported on disk: {_LAYOUTS}; {advice}"
+                f"{folder} stores {layout}: {some(foreign)}. Supported on disk: "
+                f"{', '.join(known.in_files for known in LAYOUTS.values())}; {advice}"
             )
     optional = set(optional)
     missing = expected.keys() - headers.keys() - optional

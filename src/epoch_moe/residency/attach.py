@@ -124,7 +124,7 @@ def attach(
     num_experts, inner, hidden = sizes.pop()
     bytes_each = [layer.bytes_per_expert for layer in layers]
     scratch = 2 * max(bytes_each)
-    slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, scratch)  # before files are read
+    slots_per_layer(config.budget, num_experts, bytes_each, scratch)  # before files are read
     buffers = Buffers(inner, hidden)
     named = config.source is not None and in_memory
     if named:
@@ -133,7 +133,7 @@ def attach(
         _find(layers, origin, range(num_experts) if experts is None else experts, buffers, config, named)
     stored = {layer.source.dtype for layer in layers if layer.source and layer.source.dtype != layer.dtype}
     scratch += sum(3 * inner * hidden * dtype.itemsize for dtype in stored)
-    slots_L = slots_per_layer(config.budget, [num_experts] * len(layers), bytes_each, scratch)
+    slots_L = slots_per_layer(config.budget, num_experts, bytes_each, scratch)
     policy = make_policy(config.policy, len(layers), num_experts)
     clock = Clock(policy, len(layers), num_experts)
     host = _on_host(config, layers, sum(bytes_each) * num_experts)
@@ -148,8 +148,8 @@ def attach(
                 source = _spill(config, layer, buffers)
                 spilled += num_experts * layer.bytes_per_expert
             if loader is None:
-                scratch_buffer = passing(buffers, layer.dtype, layer.device)[0]
-                loader = Loader(buffers, measure_costs(source, num_experts, *scratch_buffer, layer.device), config.miss)
+                buffer = passing(buffers, layer.dtype, layer.device)[0]
+                loader = Loader(buffers, measure_costs(source, num_experts, buffer, layer.device), config.miss)
             name = f"{layer.path} (MoE layer {index})"
             one = ResidentExperts(
                 index, name, layer.whole, source, slots, layer.dtype, layer.device, policy, clock, loader

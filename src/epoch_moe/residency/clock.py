@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.slot import DenseForward
-from epoch_moe.residency.demand import Demand, RowClass, live_rows, rows_of
+from epoch_moe.residency.demand import Demand, others, rows_of
 from epoch_moe.residency.policies import Observer
 
 
@@ -90,8 +90,7 @@ class Clock:
         else:
             cold = forward.cold
         if not known_rows:
-            class_R = torch.full((num_rows,), RowClass.OTHER, dtype=torch.int8)
-            rows: dict[str, Any] = {"row_R": torch.full((num_rows,), -1), "class_R": class_R, "to_refresh": None}
+            rows = others(torch.full((num_rows,), -1))
         else:
             # Layers that compute the same rows share what is said of them.
             same = forward.layer_rows.get(layer) if isinstance(forward, ForwardPlan) else None
@@ -140,7 +139,7 @@ class Clock:
                 return  # no layer computed anything, or another thread's forward came in between
             self._ended = True
             if isinstance(forward, ForwardPlan):
-                live_T, rows = live_rows(forward), forward.ids_BS.numel()
+                live_T, rows = forward.classes.live_T.cpu(), forward.ids_BS.numel()
             else:
                 live_T, rows = None, forward.shape.numel()
             confidence_T = None

@@ -70,78 +70,61 @@ def parse_budget(budget: Any) -> float | int:
     Raises:
         ValueError: neither.
     """
-    refused = wrong(
+    found: Any = budget
+    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[a-zA-Z]*)\s*", budget)):
+        number, unit = float(match[1]), match[2].upper()
+        if unit in _UNITS:
+            found = int(min(number * _UNITS[unit], 2.0 * MOST))
+        elif unit in ("", "%"):
+            found = number / (100.0 if unit else 1.0)
+    if not isinstance(found, bool) and (
+        (isinstance(found, int) and 1 <= found <= MOST) or (isinstance(found, float) and 0.0 < found <= 1.0)
+    ):
+        return found
+    raise wrong(
         "ResidencyConfig.budget",
         budget,
         "a share in (0, 1] such as 0.4 or '40%', or bytes such as 2_000_000_000 or '2GB'",
     )
-    if isinstance(budget, bool):
-        raise refused
-    if isinstance(budget, int):
-        if not 1 <= budget <= MOST:
-            raise refused
-        return budget
-    share: float
-    if isinstance(budget, float):
-        share = budget
-    elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[a-zA-Z]+)?\s*", budget)):
-        number, unit = match[1], (match[2] or "").upper()
-        if unit in _UNITS:
-            size = float(number) * _UNITS[unit]
-            if not 1 <= size <= MOST:
-                raise refused
-            return int(size)
-        if unit not in ("", "%"):
-            raise refused
-        share = float(number) / (100.0 if unit else 1.0)
-    else:
-        raise refused
-    if not (math.isfinite(share) and 0.0 < share <= 1.0):
-        raise refused
-    return share
 
 
 def slots_per_layer(
-    budget: float | int | str, experts_L: Sequence[int], bytes_L: Sequence[int], scratch_bytes: int
+    budget: float | int | str, num_experts: int, bytes_L: Sequence[int], scratch_bytes: int
 ) -> list[int]:
     """How many experts of each layer a budget keeps in fast memory.
 
-    Args:
-        budget: see `ResidencyConfig`.
-        experts_L: experts of each layer.
-        bytes_L: bytes of one of them.
-        scratch_bytes: what the buffers take that bytes have to hold too.
-
     Bytes are shared out evenly: the same share of every layer, and one more for the first layers while they last. No
     slot at all is possible with bytes: then every expert passes through the scratch buffers.
+
+    Args:
+        budget: see `ResidencyConfig`.
+        num_experts: of each layer.
+        bytes_L: bytes of one expert of each layer.
+        scratch_bytes: what the buffers take that bytes have to hold too.
 
     Raises:
         ValueError: less than one expert; names the smallest budget.
     """
     amount = parse_budget(budget)
     if isinstance(amount, float):
-        # 0.07 * 100 is 7.000000000000001: a share that means whole experts gives them.
-        slots = [math.floor(amount * num_experts + 1e-9) for num_experts in experts_L]
-        if min(slots) < 1:
-            fewest = min(experts_L)
+        slots = math.floor(amount * num_experts + 1e-9)  # 0.07 * 100 is 7.000000000000001
+        if slots < 1:
             raise ValueError(
-                f"ResidencyConfig.budget={budget!r} keeps {amount * fewest:.2f} of a layer's {fewest} experts: the "
-                f"smallest share is {1 / fewest:.4g} (one expert); less is possible in bytes, from {scratch_bytes} "
-                "bytes on, where every expert is read anew whenever it is needed"
+                f"ResidencyConfig.budget={budget!r} keeps {amount * num_experts:.2f} of a layer's {num_experts} "
+                f"experts: the smallest share is {1 / num_experts:.4g} (one expert); less is possible in bytes, from "
+                f"{scratch_bytes} bytes on, where every expert is read anew whenever it is needed"
             )
-        return slots
+        return [slots] * len(bytes_L)
     if amount < scratch_bytes:
         raise ValueError(
             f"ResidencyConfig.budget={budget!r} ({amount} bytes) is below the buffers that experts pass through: the "
             f"smallest budget is {scratch_bytes} bytes; one expert per layer more takes {sum(bytes_L)} bytes each"
         )
-    left = amount - scratch_bytes
-    total = sum(num * size for num, size in zip(experts_L, bytes_L, strict=True))
-    slots = [min(num, left * num // total) for num in experts_L]
-    left -= sum(num * size for num, size in zip(slots, bytes_L, strict=True))
-    for layer, size in enumerate(bytes_L):
-        if left < size or slots[layer] == experts_L[layer]:
-            continue
-        slots[layer] += 1
-        left -= size
-    return slots
+    everywhere = min((amount - scratch_bytes) // sum(bytes_L), num_experts)
+    left = amount - scratch_bytes - everywhere * sum(bytes_L)
+    slots_L = []
+    for size in bytes_L:
+        one_more = left >= size and everywhere < num_experts
+        left -= size * one_more
+        slots_L.append(everywhere + one_more)
+    return slots_L

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.residency.config import Miss
-from epoch_moe.residency.sources import ExpertSource, FileSource
+from epoch_moe.residency.sources import Buffer, ExpertSource, FileSource
 
 _SAMPLE_BYTES = 32_000_000
 _REPEATS = 3
@@ -67,10 +66,6 @@ class Costs:
             return miss == "load"
         return self.move_seconds() / (1.0 + max(reuse, 0.0)) <= self.host_seconds(rows)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
-
     def explain(self, miss: Miss = "auto") -> str:
         """The rule with its numbers, in words."""
         disk = "" if self.disk is None else f"; a file gives {self.disk / 1e9:.2f} GB/s"
@@ -91,40 +86,34 @@ class Costs:
         )
 
 
-def measure_costs(
-    source: ExpertSource,
-    num_experts: int,
-    gate_up_2FH: Tensor,
-    down_HF: Tensor,
-    device: torch.device,
-) -> Costs:
+def measure_costs(source: ExpertSource, num_experts: int, buffer: Buffer, device: torch.device) -> Costs:
     """Measure this machine with one layer's experts; takes some tens of milliseconds.
 
     Args:
         source: of the layer.
         num_experts: in it.
-        gate_up_2FH, down_HF: CPU buffers for one expert in the model's dtype; overwritten.
+        buffer: for one expert in the model's dtype; overwritten.
         device: the compute device.
     """
-    inner, hidden = gate_up_2FH.shape[0] // 2, gate_up_2FH.shape[1]
-    expert_bytes = sum(t.numel() * t.element_size() for t in (gate_up_2FH, down_HF))
+    gate_up_2FH, down_HF = buffer
+    hidden, inner = down_HF.shape
+    expert_bytes = sum(t.numel() * t.element_size() for t in buffer)
     disk = None
     if isinstance(source, FileSource):
-        count = max(1, min(num_experts, 8, _SAMPLE_BYTES // max(expert_bytes, 1)))
-        step = num_experts // count
-        wanted = range(0, num_experts, step)[:count]
+        count = max(1, min(num_experts, 8, _SAMPLE_BYTES // expert_bytes))
+        wanted = range(0, num_experts, num_experts // count)[:count]
         for expert in wanted:
             for part in source.parts_E[expert]:
                 part.file.forget(part.start, part.size)
         start = time.perf_counter()
-        read = sum(source.read(expert, gate_up_2FH, down_HF) for expert in wanted)
+        read = sum(source.read(expert, *buffer) for expert in wanted)
         disk = read / max(time.perf_counter() - start, 1e-9)
     else:
-        source.read(0, gate_up_2FH, down_HF)
+        source.read(0, *buffer)
     link = None
     if device.type != "cpu":
-        there = [torch.empty_like(t, device=device) for t in (gate_up_2FH, down_HF)]
-        seconds = _best(lambda: [a.copy_(b) for a, b in zip(there, (gate_up_2FH, down_HF), strict=True)], device)
+        there = [torch.empty_like(t, device=device) for t in buffer]
+        seconds = _best(lambda: [a.copy_(b) for a, b in zip(there, buffer, strict=True)], device)
         link = expert_bytes / seconds
 
     def product(rows: int) -> float:
@@ -148,10 +137,10 @@ def measure_costs(
         )
 
 
-def _best(call: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+def _best(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of some calls."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         call()
         if device.type == "cuda":

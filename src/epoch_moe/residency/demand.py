@@ -103,12 +103,10 @@ class Demand:
 
 
 def rows_of(forward: ForwardPlan | DenseForward | None, layer: int, num_rows: int) -> dict[str, Any]:
-    """The rows that a layer computes in a forward, as fields of `Demand`: ``row_R`` to ``lead``.
+    """The R rows that a layer computes in a forward, as fields of `Demand`: ``row_R`` to ``lead``.
 
-    Args:
-        forward: under way; None: nobody said which one.
-        layer: its place among the MoE layers.
-        num_rows: R. Rows of a layer that left its plan are numbered in order, and come back on every forward.
+    Rows of a layer that left its plan, and of a forward that nobody named (None), are numbered in order, and come back
+    on every forward.
     """
     if isinstance(forward, DenseForward):
         return {
@@ -130,8 +128,12 @@ def rows_of(forward: ForwardPlan | DenseForward | None, layer: int, num_rows: in
                 "seq_len": forward.ids_BS.shape[1],
                 "lead": forward.lead,
             }
-    class_R = torch.full((num_rows,), RowClass.OTHER, dtype=torch.int8)
-    return {"row_R": torch.arange(num_rows), "class_R": class_R, "to_refresh": None}
+    return others(torch.arange(num_rows))
+
+
+def others(row_R: Tensor) -> dict[str, Any]:
+    """Rows that come back on every forward, or of which nothing is known (-1), as fields of `Demand`."""
+    return {"row_R": row_R, "class_R": torch.full_like(row_R, RowClass.OTHER, dtype=torch.int8), "to_refresh": None}
 
 
 def _planned_classes(forward: ForwardPlan, rows: ListedRows) -> Tensor:
@@ -163,7 +165,3 @@ def _dense_classes(forward: DenseForward, num_rows: int) -> Tensor:
         return class_T
     return class_T[forward.valid_R.cpu()] if forward.valid_R is not None else class_T[:num_rows]
 
-
-def live_rows(forward: ForwardPlan) -> Tensor:
-    """``[T]`` bool, on the host: the rows of a forward that are live; its lead rows are not."""
-    return forward.classes.live_T.cpu()

@@ -23,6 +23,7 @@ import torch
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.residency.config import Miss
 from epoch_moe.residency.costs import Costs
+from epoch_moe.residency.placement import Counts
 from epoch_moe.residency.sources import Buffer, Buffers, ExpertSource
 
 Job = tuple[int, "int | None"]
@@ -32,7 +33,7 @@ READ_AHEAD_BYTES = 1_000_000
 
 
 @dataclass
-class LayerCounts:
+class LayerCounts(Counts):
     """Bytes and seconds of one layer, beside `PlacementCounts`.
 
     Attributes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.policies import Policy
@@ -41,7 +42,15 @@ class Steps:
 
 
 @dataclass
-class PlacementCounts:
+class Counts:
+    """Numbers that add up, field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass
+class PlacementCounts(Counts):
     """Running numbers of one layer.
 
     Attributes:
@@ -67,8 +76,10 @@ class PlacementCounts:
     bypassed: int = 0
     bypassed_pairs: int = 0
 
-    def __add__(self, other: PlacementCounts) -> PlacementCounts:
-        return PlacementCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the experts asked for that lay in a slot; None where none was."""
+        return self.hits / self.demanded if self.demanded else None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,14 +67,12 @@ class ResidencyReport:
     @property
     def counts(self) -> LayerCounts:
         """All layers together."""
-        names = LayerCounts().__dict__
-        return LayerCounts(**{name: sum(getattr(layer.counts, name) for layer in self.layers) for name in names})
+        return sum((layer.counts for layer in self.layers), LayerCounts())
 
     @property
     def hit_rate(self) -> float | None:
         """Share of the experts that forwards asked for which were in fast memory; None before the first forward."""
-        placement = self.placement
-        return placement.hits / placement.demanded if placement.demanded else None
+        return self.placement.hit_rate
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
@@ -81,7 +80,7 @@ class ResidencyReport:
         return {
             **{name: getattr(self, name) for name in own},
             "hit_rate": self.hit_rate,
-            "costs": self.costs.as_dict(),
+            "costs": asdict(self.costs),
             **asdict(self.placement),
             **asdict(self.counts),
             "per_layer": [
@@ -98,10 +97,9 @@ class ResidencyReport:
         )  # fmt: skip
 
         def row(label: str, slots: int, placement: PlacementCounts, counts: LayerCounts) -> tuple[Cell, ...]:
-            rate = placement.hits / placement.demanded if placement.demanded else None
             return (
-                label, slots, placement.hits, placement.misses, rate, placement.loads, placement.bypassed_pairs,
-                (counts.file_bytes + counts.host_bytes + counts.moved_bytes) / 1e6, counts.read_seconds,
+                label, slots, placement.hits, placement.misses, placement.hit_rate, placement.loads,
+                placement.bypassed_pairs, (counts.file_bytes + counts.host_bytes + counts.moved_bytes) / 1e6, counts.read_seconds,
                 counts.wait_seconds, counts.slot_seconds, counts.bypass_seconds,
             )  # fmt: skip
 
@@ -122,8 +120,6 @@ class ResidencyReport:
         return "\n".join([*self._lines(), str(self.table())])
 
     def _repr_html_(self) -> str:
-        import html
-
         lines = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
         return lines + self.table()._repr_html_()
 

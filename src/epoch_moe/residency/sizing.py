@@ -39,7 +39,7 @@ def residency_sizes(
     shares = [share for share in BUDGETS if share * num_experts >= 1]
     rows = []
     for budget in (*shares, *budgets):
-        slots = slots_per_layer(budget, [num_experts] * layers, [each] * layers, 2 * each)
+        slots = slots_per_layer(budget, num_experts, [each] * layers, 2 * each)
         expert_bytes = sum(slots) * each
         rows.append(
             {
