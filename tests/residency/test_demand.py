@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from demands import demand_of
 
@@ -24,13 +23,6 @@ def test_sums_are_those_of_a_loop() -> None:
     for expert in range(6):
         assert int(demand.counts_E[expert]) == sum(i == expert for i in ids.flatten().tolist())
     assert demand.experts == sorted({i for i in ids.flatten().tolist() if i >= 0})
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weights_RK \(2, 1\): expected both"):
-        demand_of([[0, 1], [2, 3]], 0, 4, weights_RK=torch.ones(2, 1))
-    with pytest.raises(ValueError, match=r"row_R has shape \(1,\).*expected \[2\]"):
-        demand_of([[0], [1]], 0, 4, row_R=torch.zeros(1, dtype=torch.int64))
 
 
 def classes(forwards: list[list[int]], lead: int = 0, config: EpochConfig | None = None, **block: int) -> list:

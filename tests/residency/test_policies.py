@@ -154,8 +154,6 @@ def test_unknown_policies_and_numbers_are_refused() -> None:
         make_policy("interval", 1, 4, 2, interval=0)
     with pytest.raises(ValueError, match=r"profile_LE has shape \(2, 4\)"):
         make_policy("static", 1, 4, 2, profile_LE=torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="depth=0"):
-        make_policy("retention", 1, 4, 2, depth=0)
     assert all(make_policy(name, 1, 4, 2, **({"future": [[]]} if name == "belady" else {})) for name in POLICIES)
 
 

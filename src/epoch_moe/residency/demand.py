@@ -68,18 +68,6 @@ class Demand:
     seq_len: int | None = None
     lead: int = 0
 
-    def __post_init__(self) -> None:
-        rows = self.ids_RK.shape[0]
-        if self.ids_RK.dim() != 2 or self.weights_RK.shape != self.ids_RK.shape:
-            raise ValueError(
-                f"ids_RK has shape {tuple(self.ids_RK.shape)} and weights_RK {tuple(self.weights_RK.shape)}: expected "
-                "both [rows, experts per row]"
-            )
-        if self.row_R.shape != (rows,) or self.class_R.shape != (rows,):
-            raise ValueError(
-                f"row_R has shape {tuple(self.row_R.shape)} and class_R {tuple(self.class_R.shape)}: expected [{rows}]"
-            )
-
     @cached_property
     def counts_E(self) -> Tensor:
         """int64, rows of each expert."""

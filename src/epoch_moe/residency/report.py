@@ -99,8 +99,8 @@ class ResidencyReport:
         def row(label: str, slots: int, placement: PlacementCounts, counts: LayerCounts) -> tuple[Cell, ...]:
             return (
                 label, slots, placement.hits, placement.misses, placement.hit_rate, placement.loads,
-                placement.bypassed_pairs, (counts.file_bytes + counts.host_bytes + counts.moved_bytes) / 1e6, counts.read_seconds,
-                counts.wait_seconds, counts.slot_seconds, counts.bypass_seconds,
+                placement.bypassed_pairs, (counts.file_bytes + counts.host_bytes + counts.moved_bytes) / 1e6,
+                counts.read_seconds, counts.wait_seconds, counts.slot_seconds, counts.bypass_seconds,
             )  # fmt: skip
 
         rows = [row(str(number), one.slots, one.placement, one.counts) for number, one in enumerate(self.layers)]

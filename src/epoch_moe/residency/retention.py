@@ -103,11 +103,6 @@ class Retention:
         history: float = 0.25,
         memory: float = 100.0,
     ):
-        if depth < 1 or not 0.0 <= discount <= 1.0 or history < 0.0 or memory < 1.0:
-            raise ValueError(
-                f"depth={depth}, discount={discount}, history={history}, memory={memory}: expected depth >= 1, "
-                "discount in 0..1, history >= 0, memory >= 1"
-            )
         self.num_experts = num_experts
         self.depth, self.discount, self.history = depth, discount, history
         self.fade = 1.0 - 1.0 / memory
@@ -143,7 +138,7 @@ class Retention:
     def _new_layer(self, top_k: int) -> _Layer:
         classes = len(RowClass)
         shape = (classes, self.depth, top_k)
-        kept_C = torch.tensor([KEPT[RowClass(number)] for number in range(classes)], dtype=torch.float64)
+        kept_C = torch.tensor([KEPT[row] for row in RowClass], dtype=torch.float64)
         # Older branches: the row has left them, and returns to a few. A guess, soon counted away.
         lag_D = 0.5 ** torch.arange(self.depth, dtype=torch.float64)
         lag_D[1:] *= 0.5
