@@ -41,9 +41,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import epoch_moe
 from epoch_moe import EpochConfig
-from epoch_moe.experts.views import ExpertViews, expert_views
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.freshlane.restore import pack, restore
 from epoch_moe.functional import moe_forward
+from epoch_moe.functional.views import expert_views
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters

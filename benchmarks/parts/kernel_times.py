@@ -16,7 +16,7 @@ from parts.kernel_layers import LayerShape, Rows, Weights, floors, make_rows
 from torch import Tensor
 
 from epoch_moe.experts.run import run_experts, supports_grouped_mm
-from epoch_moe.experts.views import expert_views
+from epoch_moe.functional.views import expert_views
 from epoch_moe.kernels.combine_restore import combine, combine_restore
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.kernels.grouped_mlp import grouped_mlp

@@ -12,9 +12,10 @@ from helpers import relative_error, relative_rms
 from torch import Tensor, nn
 
 from epoch_moe.experts.run import Backend
-from epoch_moe.experts.views import ExpertViews, GateUp, expert_views
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.functional import NO_EXPERT, RouterSpec, moe_forward, route
+from epoch_moe.functional.views import GateUp, expert_views
 
 H, F_INNER, E, K, T = 32, 16, 7, 3, 11
 BACKENDS: tuple[Backend, ...] = ("auto", "grouped", "loop", "reference")

@@ -14,10 +14,11 @@ Needs torch alone. One forward of an engine, for a batch of rows that belong to 
 docs/engines.md has the contract of every call.
 """
 
-from epoch_moe.experts.views import ExpertViews, expert_views
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.functional.capability import router_spec, supports
 from epoch_moe.functional.layer import fresh_rows, restore_rows, route_rows
 from epoch_moe.functional.moe import moe_forward
+from epoch_moe.functional.views import expert_views
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.plan.keyed import NO_SLOT, NO_STATE, FreshRows, RowKeys, RowStore
 from epoch_moe.plan.rules import RowMasks

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from epoch_moe.checks import MOST, choice, whole, wrong
 from epoch_moe.experts.run import BACKENDS, Backend, pick_backend, run_experts
-from epoch_moe.experts.views import ExpertViews, GateUp, PerExpert, expert_views
+from epoch_moe.experts.views import ExpertViews
+from epoch_moe.functional.views import GateUp, PerExpert, expert_views
 from epoch_moe.precision import without_autocast
 from epoch_moe.routing import NO_EXPERT
 
