@@ -113,11 +113,6 @@ def test_forgotten_experts_leave_their_slots() -> None:
     assert placement.plan(demand, policy, always).loads == [(1, 1, NOT_HERE)]
 
 
-def test_impossible_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"slots=5: expected 0 to num_experts=4"):
-        LayerPlacement(5, 4)
-
-
 def test_a_swap_waits_until_the_pass_has_used_who_leaves() -> None:
     policy, placement = make_policy("belady", 1, 3, 1, future=[[[0], [0, 1], [1]]]), LayerPlacement(1, 3)
     steps = None

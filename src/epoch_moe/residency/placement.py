@@ -99,8 +99,6 @@ class LayerPlacement:
     counts: PlacementCounts = field(init=False, default_factory=PlacementCounts)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.slots <= self.num_experts:
-            raise ValueError(f"slots={self.slots}: expected 0 to num_experts={self.num_experts}")
         self.slot_of_E = torch.full((self.num_experts,), NOT_HERE, dtype=torch.int64)
         self._expert_in: list[int] = [NOT_HERE] * self.slots
 

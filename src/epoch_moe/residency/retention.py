@@ -255,11 +255,6 @@ class Retention:
             # A committed row's confidence says nothing about its future.
             confidence_T = confidence_T.masked_fill(~live_T.cpu().reshape(-1), float("nan"))
         if seq_len is not None:
-            if confidence_T.numel() % seq_len:
-                raise ValueError(
-                    f"confidence_T has {confidence_T.numel()} rows: expected whole sequences of {seq_len}, as in the "
-                    "forward that has just ended"
-                )
             confidence_T = confidence_T.view(-1, seq_len)[:, lead:].reshape(-1)
         self._commits.confidences(confidence_T)
 

@@ -91,11 +91,6 @@ class TensorFile:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorFile:
         return self  # nothing in it belongs to one model
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{self.path} is open for reading experts, which no pickle can hold: call epoch_moe.unpatch first"
-        )
-
     def read(self, key: str, start: int, address: int, size: int) -> None:
         """Read ``size`` bytes of tensor ``key`` at byte ``start`` of the file to a memory address.
 
