@@ -14,13 +14,7 @@ Three launches, whatever the supports come to:
 Marks are bytes that any number of programs set to 1, so their order does not matter; sums run in a fixed order. Ties go
 to the lowest id everywhere. ``torch.topk`` in the reference promises no order among equal selection scores.
 
-Cost: for ``support_scope="sequence"`` (W = 32..64) a round of the filling reads W rows of C candidates and of E
-weights, which fit into the caches of one SM, and the programs of many supports fill the device. For ``"batch"`` one
-program, on one SM, does the second step for all rows: at W = 512 x 32 and E = 256 it reads 16 MB for the totals
-and up to 20 MB in each round of the filling. (If one SM draws 0.1 TB/s from L2, an
-assumption and not a measurement, that is half a millisecond before the filling and up to 0.2 ms per round.) Each round
-adds an expert, so there are fewer of them the more experts the rows' best ones already hold. Chunks without a row that
-lacks weight are skipped. Scratch memory is about that of one of the inputs.
+Scratch memory is about that of one of the inputs. docs/kernels.md says what a round of the filling reads.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _spill(config: ResidencyConfig, layer: _Layer, buffers: Buffers) -> FileSour
             for part in tensor.detach():  # expert by expert: no second copy in memory
                 file.write(part.cpu().contiguous().view(torch.uint8).numpy())
         file.flush()
-        name = folder / f"the temporary file of {layer.path}"
-        opened = TensorFile(name, drop_cache=config.drop_cache, fd=os.dup(file.fileno()))
+        name = f"{folder} (a temporary file with the experts of {layer.path})"
+        opened = TensorFile(Path(name), drop_cache=config.drop_cache, fd=os.dup(file.fileno()))
     size_up, size_down = (t[0].numel() * t.element_size() for t in (stacked.gate_up_E2FH, stacked.down_EHF))
     behind = stacked.num_experts * size_up
     parts_E = [

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from epoch_moe.residency.demand import Demand
 from epoch_moe.residency.policies import Policy
 
 NOT_HERE = -1
+SomeCounts = TypeVar("SomeCounts", bound="Counts")
 WorthLoading = Callable[[int, float], bool]
 """``worth_loading(rows, predicted_reuse)``: is a missing expert moved to a slot, or computed where it lies?"""
 Move = tuple[int, int, int]
@@ -45,7 +46,7 @@ class Steps:
 class Counts:
     """Numbers that add up, field by field."""
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self: SomeCounts, other: SomeCounts) -> SomeCounts:
         return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
