@@ -62,13 +62,14 @@ class _Seen:
         self._attributes = [m.__dict__ for m in modules]  # a forward of a module's own is one more
         self._attributes_then = sum(map(len, self._attributes))
         self._owners, self._names = [module._parameters for module, _ in owners], [name for _, name in owners]
+        self._params: list[nn.Parameter | None] = [*layout.params()]
         self._addresses = list(map(Tensor.data_ptr, layout.params()))
 
     def holds(self) -> bool:
         """Whether they are still the same, at the same addresses, and nobody wrapped or hooked them."""
         try:
-            params = map(getitem, self._owners, self._names)
-            addresses = list(map(Tensor.data_ptr, params))  # type: ignore[arg-type]
+            self._params = list(map(getitem, self._owners, self._names))
+            addresses = list(map(Tensor.data_ptr, self._params))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return False  # a parameter is gone; `check` names the module
         return (
@@ -79,9 +80,9 @@ class _Seen:
         )
 
     def writes(self) -> int:
-        """How often the parameters were written to, all together."""
+        """How often the parameters that `holds` saw last were written to, all together."""
         try:
-            return sum(map(attrgetter("_version"), map(getitem, self._owners, self._names)))
+            return sum(map(attrgetter("_version"), self._params))
         except RuntimeError:
             return 0  # made in inference mode: nothing counts
 
