@@ -77,7 +77,7 @@ class Block(Protocol):
 
 @dataclass
 class _Layer:
-    """One layer on its way."""
+    """One layer that is given resident experts; ``source``: files that hold them, where that was found to be so."""
 
     path: str
     block: Block

@@ -90,8 +90,7 @@ def measure_costs(source: ExpertSource, num_experts: int, buffer: Buffer, device
     """Measure this machine with one layer's experts; takes some tens of milliseconds.
 
     Args:
-        source: of the layer.
-        num_experts: in it.
+        source: of the layer's ``num_experts`` experts.
         buffer: for one expert in the model's dtype; overwritten.
         device: the compute device.
     """

@@ -197,16 +197,10 @@ class ResidentExperts(ExpertWeights):
         steps: Steps,
         segments: Callable[..., Tensor],
     ) -> Tensor:
-        """Each pair's output ``[P,H]``: slots in one go, then missing experts as they come in.
+        """Each pair's output ``[P,H]``: slots in one go, then missing experts (``jobs``) as they come in.
 
-        Those that lie on the host are computed there. Some take the slot of one that was used before them: the policy
-        finds them worth more.
-
-        Args:
-            x_PH: rows in the order of ``worklist``, which is over the slots, then the experts of ``jobs``.
-            pairs_N: pairs of each of these.
-            jobs, steps: what is to come, and what happens to the slots.
-            segments: see `segments_of`.
+        Those that lie on the host are computed there. ``worklist`` and ``pairs_N``, the pairs of each, are over the
+        slots, then the experts of ``jobs``; ``segments`` computes them, see `segments_of`.
         """
         counts, slots = self.counts, self.placement.slots
         swaps = {move[0]: move for move in steps.swaps}

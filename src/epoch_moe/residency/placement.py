@@ -109,12 +109,11 @@ class LayerPlacement:
         return sorted(expert for expert in self._expert_in if expert != NOT_HERE)
 
     def plan(self, demand: Demand, policy: Policy, worth_loading: WorthLoading) -> Steps:
-        """Decide about every expert that a forward asks for, and keep the loads as the new placement.
+        """Decide about every expert that a forward asks for. Loads count as done: who fails at them calls `forget`.
 
-        What the forward needs does not leave before it was used: where a missed expert is worth more than one that is
-        needed now, it is bypassed, and may take that one's slot afterwards (`Steps.swaps`). Where more is asked for
-        than fits, and where the policy or the cost rule says so, experts are bypassed. Who carries the steps out and
-        fails calls `forget`.
+        What the forward needs does not leave before it was used: a missed expert that is worth more is bypassed, and
+        may take that one's slot afterwards (`Steps.swaps`). Experts that do not fit, or that the policy or the cost
+        rule keeps out, are bypassed too.
 
         Args:
             demand: of this layer in this forward; ``policy.observe`` has seen it.

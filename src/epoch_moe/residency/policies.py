@@ -1,8 +1,8 @@
-"""Which experts stay in fast memory: what a policy is asked, and the plain one.
+"""Which experts stay in fast memory: what a policy is asked, and the least recently used.
 
-A policy sees every layer's demand in every forward and says how much each expert is worth keeping.
-`epoch_moe.residency.placement.LayerPlacement` does the rest. Policies decide where weights lie, never what is computed.
-A policy of one's own is a class with these methods, a line in `make_policy`, and its name in `config.POLICIES`.
+A policy sees every layer's demand in every forward and says how much each expert is worth keeping. It decides where
+weights lie, never what is computed. One of your own is a class with the methods of `Policy`, a line in `make_policy`,
+and its name in `config.POLICIES`.
 
 Shape suffixes: L MoE layers, E experts, T rows of a forward.
 """
@@ -88,7 +88,7 @@ class LRU:
         return run_length(float(self.uses_LE[layer, expert]) / max(self.forwards[layer], 1))
 
     def end_forward(self, confidence_T: Tensor | None = None, live_T: Tensor | None = None) -> None:
-        """Nothing is made of it."""
+        """Ignored."""
 
 
 def make_policy(name: str, num_layers: int, num_experts: int) -> Policy:

@@ -133,10 +133,8 @@ class Part:
     """A piece of one expert in a file.
 
     Attributes:
-        file: which.
-        key: tensor that it belongs to.
-        start: first byte in the file.
-        size: bytes.
+        file, key: where it lies, and the tensor that it belongs to.
+        start, size: first byte in the file, and how many.
         down: whether it belongs to the down projection, or to gate and up.
         offset: first byte in the expert's ``[2F,H]`` or ``[H,F]``.
     """
