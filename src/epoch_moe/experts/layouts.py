@@ -234,7 +234,8 @@ def find_experts(block: nn.Module) -> tuple[LayoutName, int] | None:
 def layout_of(keys: Iterable[str]) -> LayoutName:
     """How a checkpoint with tensors of these names holds its experts."""
     names = list(keys)
-    held = (name for name, layout in LAYOUTS.items() if any(map(layout.key().fullmatch, names)))
+    whole_layers_first = sorted(LAYOUTS.items(), key=lambda item: item[1].each)
+    held = (name for name, layout in whole_layers_first if any(map(layout.key().fullmatch, names)))
     return next(held, "per_expert")
 
 
