@@ -43,6 +43,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
+    with torch.device("cpu"):
+        torch.empty(0)  # a device's context remembers torch's functions from its first use: not the patched ones
+
     def poison(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate(*args: object, **kwargs: object) -> Tensor:
             out = original(*args, **kwargs)
