@@ -131,6 +131,8 @@ def test_too_few_prompts_are_refused_before_the_work(tiny: Any) -> None:
     for wrong in ({"tolerance": 0.0}, {"objective": "joules"}, {"batch_size": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             calibrate(*tiny, PROBLEMS, **wrong)
+    with pytest.raises(ValueError, match="max_support=8 with coverage=None"):
+        calibrate(*tiny, PROBLEMS, base=EpochConfig(max_support=8))
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ def calibrate(
     *,
     tolerance: float = 0.01,
     objective: Objective = "bytes",
+    base: EpochConfig | None = None,
     judge: Judge | None = check,
     batch_size: int = 8,
     progress: Callable[[str, int, int], None] | None = None,
@@ -71,6 +72,7 @@ def calibrate(
         tolerance: accuracy that may be lost at most, or share of changed answers where ``judge`` is None.
         objective: what is to be saved: ``"bytes"`` of expert weights read, ``"rows"`` through experts, or ``"time"``,
             which is measured and therefore may choose otherwise on another run.
+        base: everything but coverage and drift bounds; None: the default, refreshed by drift alone.
         judge: says whether a text is right; None: nobody can.
         batch_size: prompts decoded together, here and later: bytes depend on it.
         progress: called with what is being done, how many prompts of it, and how many there are; first with 0.
@@ -82,6 +84,9 @@ def calibrate(
     real("tolerance", tolerance, "a share in (0, 1)", most=1.0, above=True)
     choice("objective", objective, tuple(COSTS))
     whole("batch_size", batch_size, least=1)
+    base = EpochConfig(refresh_interval=None) if base is None else base
+    for own in CHOICES:
+        base.replace(**own._asdict())  # refused now, if at all
     fit, decide = split(problems)
     needed = max(fewest_draws(min(tolerance, 0.999)), FEWEST)
     if len(decide) < needed or not fit:
@@ -105,7 +110,7 @@ def calibrate(
         dense = solve(fit, None, "dense")
         with tracing(list(state.blocks.values())) as traces:
             solve(fit, TRACED, "trace")
-        settings = propose(traces, objective, fingerprint(model.config))
+        settings = propose(traces, objective, base.replace(checkpoint=fingerprint(model.config)))
         for number, setting in enumerate(settings, 1):
             side = solve(fit, setting["config"], f"setting {number} of {len(settings)}")
             setting["fit"] = _result(model, dense, side, objective)
@@ -148,7 +153,7 @@ def split(problems: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
     ]
 
 
-def propose(traces: Sequence[LayerTrace], objective: Objective, checkpoint: str) -> list[dict[str, Any]]:
+def propose(traces: Sequence[LayerTrace], objective: Objective, base: EpochConfig) -> list[dict[str, Any]]:
     """Settings from tight to loose by their estimated error: ``config``, ``per_layer``, ``error`` and ``cost``.
 
     ``error`` is the sum over layers of the relative squared error of their outputs, ``cost`` a share of dense's.
@@ -164,7 +169,7 @@ def propose(traces: Sequence[LayerTrace], objective: Objective, checkpoint: str)
             at_L1 = torch.tensor(own).unsqueeze(1)
             error, cost = (float(table.gather(1, at_L1).sum()) for table in (error_LS, cost_LS))
             values = {name: tuple(getattr(CHOICES[place], name) for place in own) for name in LAYERED}
-            config = EpochConfig(refresh_interval=None, checkpoint=checkpoint, **_shortest(values))
+            config = base.replace(**_shortest(values))
             share = cost / float(cost_LS.amax(dim=1).sum())
             settings[config] = {"config": config, "per_layer": len(set(own)) > 1, "error": error, "cost": share}
     return sorted(settings.values(), key=lambda setting: (setting["error"], setting["cost"]))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from epoch_moe.checks import MOST, whole
-from epoch_moe.config import EpochConfig
+from epoch_moe.config import LAYERED, EpochConfig
 from epoch_moe.outputs import check_output, write_json, write_output
 from epoch_moe.problems import HARDER, KINDS, Judge, Problem, check, generate_problems
 from epoch_moe.prompts import make_judge, read_prompts
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="answer one prompt", formatter_class=_Formatter)
     generate.add_argument("prompt", help="the prompt's text; - reads it from standard input")
     _model_options(generate)
-    _plan_options(generate, "dense")
+    _plan_options(generate, ("dense", *PRESETS))
     _decoding_options(generate)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
     generate.add_argument("--top-k", type=int, default=None, help="sample among this many tokens")
@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="choose a plan for a model by prompts of one's own",
         description="Choose drift bounds and coverages, per MoE layer, that save most at an accuracy that prompts of "
         "one's own certify. Two fifths of the prompts propose settings; the others decide, from tight to loose, by a "
-        "95 %% bound on the accuracy lost against dense (without answers: on the share of changed ones).",
+        "95 % bound on the accuracy lost against dense (without answers: on the share of changed ones).",
         formatter_class=_Formatter,
     )
     _model_options(calibrate)
@@ -113,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan as JSON")
     calibrate.add_argument("--figure", type=Path, metavar="FILE", help="a picture of the settings (.png, .svg, .pdf)")
+    _plan_options(calibrate, (), LAYERED)
     _decoding_options(calibrate)
     calibrate.set_defaults(run=_calibrate)
 
@@ -156,19 +157,28 @@ def _problem_options(parser: argparse.ArgumentParser, *, problems: int, batch_si
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
-def _plan_options(parser: argparse.ArgumentParser, *presets: str) -> None:
-    """``--preset``, ``--plan``, and an option for each field of `EpochConfig`, explained by its docstring."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--preset", choices=(*presets, *PRESETS), default="default", help="block plan")
-    which.add_argument("--plan", type=Path, default=None, metavar="FILE", help="of EpochConfig.save, or of calibrate")
+def _plan_options(
+    parser: argparse.ArgumentParser, presets: Sequence[str] = PRESETS, without: Sequence[str] = ()
+) -> None:
+    """``--preset``, ``--plan``, and an option for each field of `EpochConfig`, explained by its docstring.
+
+    Args:
+        presets: to choose from; none: neither of these two options.
+        without: fields that have no option.
+    """
+    if presets:
+        which = parser.add_mutually_exclusive_group()
+        which.add_argument("--preset", choices=presets, default="default", help="block plan")
+        which.add_argument("--plan", type=Path, metavar="FILE", help="of EpochConfig.save, or of calibrate")
     group = parser.add_argument_group(
         "plan",
-        "changes to the preset or the file; X may be 'none', and of coverage and drift bounds one value per MoE layer: "
-        "0.9,0.95,none",
+        "fields of EpochConfig; X may be 'none', and of coverage and drift bounds one per MoE layer: 0.9,0.95,none",
     )
     said = dict(re.findall(r"^    (\w+): (.*?)(?=\n    \w|\n\n)", inspect.getdoc(EpochConfig) or "", re.S | re.M))
     hints = get_type_hints(EpochConfig)
-    for name, hint in ((f.name, hints[f.name]) for f in fields(EpochConfig) if f.name != "checkpoint"):
+    for name, hint in ((f.name, hints[f.name]) for f in fields(EpochConfig)):
+        if name in ("checkpoint", *without):
+            continue
         words = " ".join(said.get(name, "").replace("`", "").split()).replace("%", "%%")
         how: dict[str, Any] = {"help": words}
         if hint is bool:
@@ -232,8 +242,13 @@ def _value(kind: type[int] | type[float], text: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `EpochConfig` that were given as options."""
+    return {f.name: getattr(arguments, f.name) for f in fields(EpochConfig) if hasattr(arguments, f.name)}
+
+
 def _plan(arguments: argparse.Namespace) -> EpochConfig | None:
-    changes = {f.name: getattr(arguments, f.name) for f in fields(EpochConfig) if hasattr(arguments, f.name)}
+    changes = _changes(arguments)
     if arguments.plan is None:
         return EpochConfig.preset(arguments.preset, **changes)
     return EpochConfig.load(arguments.plan).replace(**changes)
@@ -456,6 +471,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             problems,
             tolerance=arguments.tolerance,
             objective=arguments.objective,
+            base=EpochConfig(**{"refresh_interval": None, "drift": 1.0, **_changes(arguments)}),
             judge=judge,
             batch_size=arguments.batch_size,
             progress=progress,

@@ -141,14 +141,17 @@ class LayerTrace:
         return torch.stack(named)
 
     def _add_lost(self, scores: Scores, ids_TK: Tensor, restricted_T: Tensor, group_T: Tensor, size_T: Tensor) -> None:
-        """An output is taken to change by the share of its row's natural weight that lies outside the support."""
+        """What supports change, if experts' outputs are as good as orthogonal and equally long.
+
+        Then a row's output is made of squared weights: those outside the support are lost, and as much comes instead.
+        """
         ids_RK, weights_RE = ids_TK[restricted_T], scores.combine_TE[restricted_T].clamp_min(0)
-        weights_RK = weights_RE.gather(1, ids_RK.clamp_min(0)).masked_fill(ids_RK == NO_EXPERT, 0.0)
+        squares_RK = weights_RE.gather(1, ids_RK.clamp_min(0)).masked_fill(ids_RK == NO_EXPERT, 0.0).square()
         for place, support_GE in enumerate(self._supports):
             if support_GE is not None and len(ids_RK):
                 outside_RK = ~support_GE[group_T[restricted_T]].gather(1, ids_RK.clamp_min(0))
-                lost_R = (weights_RK * outside_RK).sum(-1) / weights_RK.sum(-1).clamp_min(1e-20)
-                self.errors[2][place] += float((lost_R.square() * size_T[restricted_T]).sum())
+                lost_R = 2 * (squares_RK * outside_RK).sum(-1) / squares_RK.sum(-1).clamp_min(1e-30)
+                self.errors[2][place] += float((lost_R * size_T[restricted_T]).sum())
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """For each of `CHOICES`: rows, distinct experts, and relative squared error; fp32."""
