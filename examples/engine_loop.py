@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from epoch_moe import EpochConfig, load_model
-from epoch_moe.decoding.commit import choose_rows, transfer_schedule
+from epoch_moe.decoding import choose_rows, sample_tokens, transfer_schedule
 from epoch_moe.decoding.output import AnswerLog
-from epoch_moe.decoding.sampling import sample_tokens
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.functional import (
     NO_SLOT,

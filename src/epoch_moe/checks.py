@@ -143,14 +143,6 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def id_or_config(config: Any, name: str, value: Any) -> Any:
-    """The argument, or the config's value where it is None."""
-    value = getattr(config, name, None) if value is None else value
-    if value is None:
-        raise ValueError(f"{name} is neither an argument nor in the model's config: pass {name}=...")
-    return value
-
-
 def special_ids(model: Any, vocab_size: int, eos_token_id: Any, mask_token_id: Any) -> tuple[tuple[int, ...], int, int]:
     """End ids, the mask id and the id of padding.
 
@@ -159,12 +151,16 @@ def special_ids(model: Any, vocab_size: int, eos_token_id: Any, mask_token_id: A
         vocab_size: ids must be below.
         eos_token_id, mask_token_id: arguments of a loop.
     """
-    config = model.config
+    config, generation_config = model.config, getattr(model, "generation_config", None)
     if eos_token_id is None:  # generation_config.json is where transformers and engines look first
-        eos_token_id = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    eos = id_or_config(config, "eos_token_id", eos_token_id)
+        eos_token_id = getattr(generation_config, "eos_token_id", None)
+    given = {"eos_token_id": eos_token_id, "mask_token_id": mask_token_id}
+    for name, value in given.items():
+        given[name] = getattr(config, name, None) if value is None else value
+        if given[name] is None:
+            raise ValueError(f"{name} is neither an argument nor in the model's config: pass {name}=...")
+    eos, mask_id = given["eos_token_id"], in_vocabulary("mask_token_id", given["mask_token_id"], vocab_size)
     eos_ids = tuple(in_vocabulary("eos_token_id", i, vocab_size) for i in (eos if is_list(eos) else [eos]))
-    mask_id = in_vocabulary("mask_token_id", id_or_config(config, "mask_token_id", mask_token_id), vocab_size)
     if mask_id in eos_ids:
         raise ValueError(f"eos_token_id={eos} with mask_token_id={mask_id}: expected an end id other than the mask id")
     pad_id = getattr(config, "pad_token_id", None)

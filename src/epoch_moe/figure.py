@@ -34,7 +34,7 @@ class PlanFigure(Figure):
 
 
 def draw_plan(config: Any, counters: Counters, layer: int, block: int) -> PlanFigure:
-    """See `epoch_moe.report.plan_figure`."""
+    """A figure of three panels; the arguments and errors are those of `epoch_moe.report.plan_figure`."""
     history = list(counters.history)
     if not history:
         raise ValueError("no forward under a plan was counted: decode with plan=EpochConfig(...) to draw it")

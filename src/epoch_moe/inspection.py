@@ -21,16 +21,16 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
         FileNotFoundError, ValueError: as `epoch_moe.load_model` does for a checkpoint that it cannot load.
     """
     checkpoint = read_checkpoint(path_or_id)
-    config = checkpoint.config
+    config, eos = checkpoint.model.config, checkpoint.generation_config.eos_token_id
     sizes = config.sizes()
     headers = checkpoint.headers.values()
     stored = {key: prod(h.shape) * STORED_DTYPES[h.dtype].itemsize for key, h in checkpoint.headers.items()}
     expert_bytes = sum(size for key, size in stored.items() if is_expert(key))
-    spec = next((s for m in checkpoint.skeleton.modules() if (s := describe_block(m)) is not None), None)
+    spec = next((s for m in checkpoint.model.modules() if (s := describe_block(m)) is not None), None)
     result: dict[str, Any] = {
         "checkpoint": str(path_or_id),
         "model_type": config.model_type,
-        "architecture": checkpoint.lm_class.__name__,
+        "architecture": type(checkpoint.model).__name__,
         "sizes_from": "files" if checkpoint.stored else "config.json, as bf16",
         "parameters": sum(prod(header.shape) for header in headers),
         "bytes": sum(stored.values()),
@@ -41,7 +41,7 @@ def describe_checkpoint(path_or_id: str | Path) -> dict[str, Any]:
         "hidden_size": sizes.hidden,
         "vocab_size": sizes.vocab,
         "mask_token_id": config.mask_token_id,
-        "eos_token_id": checkpoint.eos_token_id,
+        "eos_token_id": config.eos_token_id if eos is None else eos,
         "moe_layers": 0 if spec is None else len(sizes.moe_layers),
         "expert_layout": checkpoint.layout,
         "patch": [],

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 COUNTS = ("forwards", "rows", "pairs", "active_experts", "weight_bytes", "lm_head_rows", "flops")
 """The counts that a comparison shows, in order."""
 
+_REGIME = ("experts_per_forward_and_layer", "support_size", "coverage")
 _LABELS = {
+    "accuracy": "right",
     "lm_head_rows": "LM head rows",
     "flops": "FLOPs",
     "experts_per_forward_and_layer": "experts per layer, fwd",
@@ -72,14 +74,8 @@ def work_summary(config: Any, work: Work) -> dict[str, Any]:
     layer_visits = max(work.forwards * len(work.per_layer), 1)
     numbers = work.as_dict()
     numbers["flops"] = flops(config, work) if hasattr(config, "sizes") else None
-    summary = {name: numbers[name] for name in COUNTS}
-    summary["forward_rows"] = work.forward_rows
-    summary["attention_pairs"] = work.attention_pairs
-    summary["experts_per_forward_and_layer"] = work.active_experts / layer_visits
-    summary["support_size"] = numbers["support_size"]
-    summary["coverage"] = numbers["coverage"]
-    summary["unpaid"] = numbers["unpaid"]
-    return summary
+    numbers["experts_per_forward_and_layer"] = work.active_experts / layer_visits
+    return {name: numbers[name] for name in (*COUNTS, "forward_rows", "attention_pairs", *_REGIME, "unpaid")}
 
 
 def ratios(
@@ -100,23 +96,28 @@ def work_table(config: Any, works: Mapping[str, Work]) -> Table:
     instance("works", works, Mapping, "a dictionary: title of a column -> out.counters.read()")
     if not works:
         raise ValueError("work_table needs at least one decode, got none")
-    summaries = {title: work_summary(config, work) for title, work in works.items()}
+    reasons = sorted({reason for work in works.values() for reason in work.fallbacks})
+    fallbacks = {f"fallbacks: {reason}": reason for reason in reasons}
+    summaries = {
+        title: work_summary(config, work) | {name: work.fallbacks.get(r, 0) for name, r in fallbacks.items()}
+        for title, work in works.items()
+    }
+    names = (*COUNTS, *_REGIME, "unpaid", *fallbacks)
+    return _side_by_side(summaries, names, COUNTS, {name: name for name in fallbacks})
+
+
+def _side_by_side(
+    summaries: Mapping[str, Mapping[str, Any]], names: Sequence[str], compared: Sequence[str], labels: Mapping[str, str]
+) -> Table:
+    """Numbers of several decodes by name, each but the first also over the first's, where ``compared`` names them."""
     first, *others = summaries
-    header = ["", first]
-    for title in others:
-        header += [title, f"{title} / {first}"]
-    compared = {title: ratios(summaries[first], summaries[title], COUNTS) for title in others}
+    header = ["", first, *(title for other in others for title in (other, f"{other} / {first}"))]
+    over = {title: ratios(summaries[first], summaries[title], compared) for title in others}
     rows = []
-    for name in (*COUNTS, "experts_per_forward_and_layer", "support_size", "coverage", "unpaid"):
-        row: list[Any] = [_label(name), summaries[first][name]]
-        for title in others:
-            row += [summaries[title][name], compared[title].get(name)]
-        rows.append(tuple(row))
-    for reason in sorted({reason for work in works.values() for reason in work.fallbacks}):
-        row = [f"fallbacks: {reason}", works[first].fallbacks.get(reason, 0)]
-        for title in others:
-            row += [works[title].fallbacks.get(reason, 0), None]
-        rows.append(tuple(row))
+    for name in names:
+        label = (_LABELS | dict(labels)).get(name, name.replace("_", " "))
+        cells = [cell for title in others for cell in (summaries[title][name], over[title].get(name))]
+        rows.append((label, summaries[first][name], *cells))
     return Table(tuple(header), tuple(rows))
 
 
@@ -172,27 +173,17 @@ def _figure() -> Any:
 def comparison_table(result: Mapping[str, Any]) -> str:
     """The text that `epoch-moe compare` prints for its result."""
     instance("result", result, Mapping, "what `epoch_moe.compare.compare` returns")
-    dense, plan = result["dense"], result["plan"]
-    rows: list[tuple[Any, ...]] = []
-    if dense["accuracy"] is not None:
-        rows.append(("right", f"{dense['accuracy']:.1%}", f"{plan['accuracy']:.1%}", None))
-    rows += [(_label(name), dense[name], plan[name], result["ratios"][name]) for name in COUNTS]
-    seconds = "seconds (CPU)" if result["versions"]["device"] == "cpu" else "seconds"
-    rows.append((seconds, f"{dense['seconds']:.2f}", f"{plan['seconds']:.2f}", result["ratios"]["seconds"]))
-    for name in ("tokens_per_forward", "experts_per_forward_and_layer"):
-        rows.append((_label(name), f"{dense[name]:.2f}", f"{plan[name]:.2f}", None))
-    if plan["support_size"] is not None:
-        rows.append((_label("support_size"), None, plan["support_size"], None))
-        rows.append((_label("coverage"), None, plan["coverage"], None))
-    table = Table(("", "dense", "plan", "plan / dense"), tuple(rows))
+    sides = {name: dict(result[name]) for name in ("dense", "plan")}
+    names = (*COUNTS, "seconds", "tokens_per_forward", *_REGIME)
+    if sides["dense"]["accuracy"] is not None:
+        names = ("accuracy", *names)
+        for side in sides.values():
+            side["accuracy"] = f"{side['accuracy']:.1%}"
+    labels = {"seconds": "seconds (CPU)"} if result["versions"]["device"] == "cpu" else {}
+    table = _side_by_side(sides, names, (*COUNTS, "seconds"), labels)
     agreement = (
         f"same text as dense: {result['agreement']:.1%} of {result['problems']} problems; "
         f"same tokens: {result['token_agreement']:.2%}"
     )
     fallbacks = ", ".join(f"{reason} {count}" for reason, count in sorted(result["fallbacks"].items()))
     return f"{table}\n\n{agreement}\n{paired_text(result['paired'])}\nfallbacks: {fallbacks or 'none'}"
-
-
-def _label(name: str) -> str:
-    """What tables call a count."""
-    return _LABELS.get(name, name.replace("_", " "))

@@ -163,19 +163,9 @@ def _group_scores(grouped_TGg: Tensor) -> Tensor:
 def natural_order(selection_TE: Tensor, spec: RouterSpec, count: int) -> Tensor:
     """A row's best ``count`` experts by selection score, within its own groups and best first: int64 ``[T,count]``.
 
-    The first K are those of `select` without a support, but that ties may fall otherwise. Waits for the device.
+    The first K are those of `select` without a support, but that ties may fall otherwise.
     """
-    if spec.kind != "sigmoid_group" or spec.topk_group == spec.n_group:
-        return selection_TE.topk(count, dim=-1).indices
-    num_rows, size = selection_TE.shape[0], spec.group_size
-    grouped_TGg = selection_TE.reshape(num_rows, spec.n_group, size)
-    kept_TG = _best_groups(_group_scores(grouped_TGg), spec.topk_group)
-    # Only the kept groups' scores are searched.
-    own_TF = grouped_TGg[kept_TG].view(num_rows, spec.topk_group * size)
-    place_TC = own_TF.topk(count, dim=-1).indices
-    group_Tg = kept_TG.nonzero()[:, 1].view(num_rows, spec.topk_group)
-    moved_Tg = group_Tg.sub_(torch.arange(spec.topk_group, device=place_TC.device)).mul_(size)
-    return place_TC.add_(moved_Tg.gather(1, place_TC.div(size, rounding_mode="floor")))
+    return group_limited(selection_TE, spec).topk(count, dim=-1).indices
 
 
 def group_limited(selection_TE: Tensor, spec: RouterSpec, support: Tensor | None = None) -> Tensor:

@@ -11,18 +11,17 @@ import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Floating-point dtypes by their names in safetensors headers."""
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 3
-_HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not is_file(path):
         raise ValueError(f"there is no {path}")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return _parse(content, f"{path} is not valid JSON")
-
-
-def _parse(content: bytes, wrong: str) -> dict[str, Any]:
-    """A JSON object whose keys are there once; every other content is a ValueError that begins with ``wrong``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -95,16 +85,19 @@ def _parse(content: bytes, wrong: str) -> dict[str, Any]:
         raise ValueError(f"{constant} is no number of JSON")
 
     try:
-        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-        if not isinstance(parsed, dict):
-            raise ValueError(f"it holds a {type(parsed).__name__}, expected an object")
+        content = path.read_bytes().decode("utf-8")
+        parsed = json.loads(content, object_pairs_hook=unique, parse_constant=refuse)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{wrong} ({error}): download or write it again") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): download or write it again") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} is not valid JSON: it holds a {type(parsed).__name__}, expected an object")
     return parsed
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Tensor headers of one safetensors file, after checking that they describe the file: no gap, no overlap.
+    """Tensor headers of one safetensors file, after the library has checked that they describe it without a gap.
 
     Raises:
         ValueError: for a truncated or damaged file, a Git LFS pointer, a file that is no safetensors file or cannot be
@@ -112,52 +105,32 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     """
     if not is_file(path):
         raise ValueError(f"there is no {path}")
+    size = path.stat().st_size
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
-            content = file.read(length) if length <= min(size - 8, _HEADER_LIMIT) else b""
+            if start == b"version ":
+                raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+            with safe_open(path, framework="pt"):
+                entries = json.loads(file.read(length))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if start == b"version ":
-        raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
-    if len(start) < 8 or len(content) != length:
-        raise ValueError(
-            f"{path} is truncated or no safetensors file: {size} bytes hold no complete header; download it again"
-        )
-    wrong = f"{path} has an unreadable safetensors header"
-    entries = _parse(content, wrong)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged: {error} (it has {size} bytes); download it again") from error
     entries.pop("__metadata__", None)
-    headers = {name: _tensor(path, name, entry, 8 + length, wrong) for name, entry in entries.items()}
-    end = 8 + length
-    for name, header in sorted(headers.items(), key=lambda item: (item[1].start, item[1].end)):
-        if header.start != end:
-            raise ValueError(f"{wrong} ({name} begins at byte {header.start}, expected {end}): download it again")
-        end = header.end
-    if size != end:
-        state = "truncated" if size < end else "longer than its header says"
-        raise ValueError(f"{path} is {state}: {size} bytes, its header describes {end}; download it again")
-    return headers
-
-
-def _tensor(path: Path, name: str, entry: Any, base: int, wrong: str) -> TensorHeader:
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype: Any
-    shape: Any
-    place: Any
-    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    for numbers in (shape, place):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-            raise ValueError(f"{wrong} ({name}: {str(entry)[:200]}): download it again")
-    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
-        raise ValueError(
-            f"{path} stores {name} as {str(dtype)[:80]}: expected weights in {', '.join(STORED_DTYPES)}; load the "
-            "unquantised checkpoint"
+    for name, entry in entries.items():
+        if entry["dtype"] not in STORED_DTYPES:
+            raise ValueError(
+                f"{path} stores {name} as {entry['dtype']}: expected weights in {', '.join(STORED_DTYPES)}; load the "
+                "unquantised checkpoint"
+            )
+    return {
+        name: TensorHeader(
+            entry["dtype"], tuple(entry["shape"]), path.name, *(8 + length + at for at in entry["data_offsets"])
         )
-    if len(place) != 2 or place[1] - place[0] != prod(shape) * STORED_DTYPES[dtype].itemsize:
-        raise ValueError(f"{wrong} ({name}: {dtype} {shape} in bytes {place}): download it again")
-    return TensorHeader(dtype, tuple(shape), path.name, base + place[0], base + place[1])
+        for name, entry in entries.items()
+    }
 
 
 def _read_shards(folder: Path) -> dict[str, TensorHeader]:

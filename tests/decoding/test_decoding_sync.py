@@ -15,10 +15,10 @@ from epoch_moe.decoding.loop import DecodeLoop
 from epoch_moe.decoding.parts import ModelParts
 from epoch_moe.decoding.request import Request
 from epoch_moe.decoding.semi_autoregressive import CanvasLoop
-from epoch_moe.decoding.settings import BlockDiffusionSettings, CanvasSettings
+from epoch_moe.decoding.settings import Settings
 from epoch_moe.plan.context import UntrackedContext
 
-SETTINGS = BlockDiffusionSettings(
+SETTINGS = Settings(
     gen_length=20,
     block_length=8,
     schedule=(3, 3, 2),
@@ -91,7 +91,7 @@ def test_an_iteration_has_no_host_sync(rule, use_cache, sampling):
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 @torch.no_grad()
 def test_a_step_on_the_canvas_has_no_host_sync(cfg_scale, remasking):
-    settings = CanvasSettings(
+    settings = Settings(
         gen_length=16, block_length=8, schedule=(3, 3, 2), temperature=0.5, drop_ended=False, mask_id=125,
         eos_ids=(124,), pad_id=124, cfg_scale=cfg_scale, remasking=remasking,
     )  # fmt: skip

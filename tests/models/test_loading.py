@@ -321,7 +321,7 @@ def test_truncated_single_file(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=rf"truncated: {size - 100} bytes, its header describes {size}"):
+    with pytest.raises(ValueError, match=rf"truncated or damaged.*not fully covered.*{size - 100} bytes"):
         load_model(checkpoint)
 
 
@@ -332,10 +332,10 @@ def test_files_that_are_no_weights(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"Git LFS pointer.*git lfs pull"):
         load_model(checkpoint)
     path.write_bytes(content[:8] + b"x" * (len(content) - 8))
-    with pytest.raises(ValueError, match="unreadable safetensors header"):
+    with pytest.raises(ValueError, match=r"is truncated or damaged.*header"):
         load_model(checkpoint)
     path.write_bytes(content + b"more")
-    with pytest.raises(ValueError, match="longer than its header says"):
+    with pytest.raises(ValueError, match=r"truncated or damaged.*not fully covered"):
         load_model(checkpoint)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from epoch_moe.decoding.block_diffusion import generate
-from epoch_moe.decoding.commit import choose_rows, transfer_schedule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.output import BlockDiffusionOutput
 from epoch_moe.decoding.parts import is_canvas_model
+from epoch_moe.decoding.rules import choose_rows
 from epoch_moe.decoding.sampling import sample_tokens
 from epoch_moe.decoding.semi_autoregressive import generate_semi_autoregressive
+from epoch_moe.decoding.settings import transfer_schedule
 
 __all__ = [
     "BlockDiffusionOutput",

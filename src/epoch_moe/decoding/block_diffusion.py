@@ -24,10 +24,10 @@ from epoch_moe.decoding.joint import JointRule
 from epoch_moe.decoding.kv_cache import BlockKVCache
 from epoch_moe.decoding.loop import DecodeLoop
 from epoch_moe.decoding.output import BlockDiffusionOutput
-from epoch_moe.decoding.parts import ModelParts, is_canvas_model, model_parts
-from epoch_moe.decoding.request import PromptIds, Request, read_request
+from epoch_moe.decoding.parts import ModelParts
+from epoch_moe.decoding.request import PromptIds, Request
 from epoch_moe.decoding.rules import BlockRule, RewriteRule, UnmaskRule
-from epoch_moe.decoding.settings import BlockDiffusionSettings, block_diffusion_settings
+from epoch_moe.decoding.settings import Settings, block_diffusion_settings
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
@@ -121,43 +121,26 @@ def generate(
         >>> tokenizer.decode(out.answers[0], skip_special_tokens=True)
         '3+6=9+5=14+4=18+2=20 so 20'
     """
-    parts = model_parts(model)
-    if is_canvas_model(parts.config):
-        raise ValueError(
-            f"{type(model).__name__} sees its whole canvas from both sides, so blocks cannot be cached: call "
-            "epoch_moe.generate_semi_autoregressive"
-        )
-    settings = block_diffusion_settings(
-        parts, gen_length=gen_length, block_length=block_length, steps=steps, threshold=threshold,
-        editing_threshold=editing_threshold, max_post_steps=max_post_steps, num_to_transfer=num_to_transfer,
-        temperature=temperature, top_k=top_k, top_p=top_p, eos_early_stop=eos_early_stop, minimal_topk=minimal_topk,
-        eos_token_id=eos_token_id, mask_token_id=mask_token_id, use_cache=use_cache, prefill_chunk=prefill_chunk,
-    )  # fmt: skip
-    request = read_request(
-        parts, settings, input_ids=input_ids, attention_mask=attention_mask, plan=plan, record=record,
-        streamer=streamer, progress=progress, generator=generator,
-    )  # fmt: skip
-    return BlockLoop(parts, settings, request).decode()
+    return BlockLoop.of(**locals()).decode()
 
 
-class BlockLoop(DecodeLoop[BlockDiffusionSettings]):
+class BlockLoop(DecodeLoop):
     """Forwards over the block and its lead rows with a K/V cache, or over everything up to the block without one."""
 
     own_grid = True
+    read_settings = staticmethod(block_diffusion_settings)
 
-    def __init__(self, parts: ModelParts, settings: BlockDiffusionSettings, request: Request):
+    def __init__(self, parts: ModelParts, settings: Settings, request: Request):
         super().__init__(parts, settings, request)
-        layers = parts.base.config.num_hidden_layers  # type: ignore[union-attr]
-        self.cache = BlockKVCache(layers, self.canvas.width) if settings.use_cache else None
+        self.cache = BlockKVCache(parts.config.num_hidden_layers, self.canvas.width) if settings.use_cache else None
         self._bias: tuple[int, int, Tensor | None] = (0, 0, None)
 
-    def make_rule(self, begin: int, end: int) -> BlockRule:
+    @property
+    def rule_class(self) -> type[BlockRule]:  # type: ignore[override]
         """LLaDA2.0's without editing, else LLaDA2.1's or LLaDA2.2's."""
         if self.settings.editing_threshold is None:
-            kind: type[BlockRule] = UnmaskRule
-        else:
-            kind = RewriteRule if self.settings.delete_id is None else JointRule
-        return kind(self.settings, self.canvas, begin, end, self.request.generator)
+            return UnmaskRule
+        return RewriteRule if self.settings.delete_id is None else JointRule
 
     def open_block(self, begin: int, end: int) -> dict[str, Any]:
         """Write K/V of the prompt's first blocks, until at most `prefill_chunk` positions before ``begin`` are left."""
@@ -182,7 +165,7 @@ class BlockLoop(DecodeLoop[BlockDiffusionSettings]):
         return self.cache.length, end, begin - self.cache.length
 
     def iterate(self, rule: BlockRule, left: list[int]) -> Tensor:
-        """See `DecodeLoop.iterate`; then the forward's lead rows are in the cache for good."""
+        """As every loop's; then the forward's lead rows are in the cache for good."""
         left_B = super().iterate(rule, left)
         if self.cache is not None:
             self.cache.commit(rule.begin - self.cache.length)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.decoding.commit import choose_rows
-from epoch_moe.decoding.rules import MAX_ITERATIONS, EditingRule, scatter_rows
+from epoch_moe.decoding.rules import MAX_ITERATIONS, EditingRule, choose_rows, scatter_rows
 
 ESCAPES = 5
 """Changed rows at most that get another token where a block would come back to a state it had before."""
@@ -85,7 +84,7 @@ class JointRule(EditingRule):
         self.seen: list[Tensor] = []
 
     def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-        """See `BlockRule.commit`."""
+        """The block's tokens now, and the probability of each drawn one: ``[B,N]`` each."""
         s = self.settings
         assert s.delete_id is not None and s.split_id is not None
         logits_RV = without(logits_RV, s.mask_id)
@@ -112,14 +111,9 @@ class JointRule(EditingRule):
 
         moved_BN = live_BN & ((written_BN == s.delete_id) | (written_BN == s.split_id))
         new_BN, self.original_BN = apply_edits(
-            written_BN,
-            ids_BN,
-            self.original_BN,
-            live_BN,
-            mask_id=s.mask_id,
-            delete_id=s.delete_id,
-            split_id=s.split_id,
-        )
+            written_BN, ids_BN, self.original_BN, live_BN,
+            mask_id=s.mask_id, delete_id=s.delete_id, split_id=s.split_id,
+        )  # fmt: skip
         stable_B1 = ((new_BN == ids_BN) & ~masked_BN).all(dim=1, keepdim=True)
         now_full_B1 = ~(live_BN & (new_BN == s.mask_id)).any(dim=1, keepdim=True)
         # Edits may push the last original mask out of the block: then no final round comes with max_post_steps=0.

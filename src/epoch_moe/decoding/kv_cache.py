@@ -27,12 +27,13 @@ class BlockKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.max_length = max_length
         self.length = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch, heads, dtype and device of the first rows."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        value_states = key_states if value_states is None else value_states
-        self.keys = key_states.new_empty(*key_states.shape[:2], self.max_length, key_states.shape[-1])
-        self.values = value_states.new_empty(*value_states.shape[:2], self.max_length, value_states.shape[-1])
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], self.max_length, states.shape[-1])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -60,13 +61,10 @@ class BlockKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices` ``[B']``, in that order."""
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys = self.keys.index_select(0, indices.to(self.keys.device))
-            self.values = self.values.index_select(0, indices.to(self.values.device))
+            indices = indices.to(self.device)
+            self.keys, self.values = (states.index_select(0, indices) for states in (self.keys, self.values))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """transformers' name for `batch_select_indices`."""
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # transformers' name for beams
 
     def reset(self) -> None:
         """Forget all rows; the memory stays allocated."""
@@ -84,9 +82,7 @@ class BlockKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Rows that the layer can hold."""
         return self.max_length
 
-    def get_max_cache_shape(self) -> int:
-        """transformers 4.57's name for `get_max_length`."""
-        return self.max_length
+    get_max_cache_shape = get_max_length  # transformers 4.57's name
 
 
 class BlockKVCache(Cache):  # type: ignore[misc]
@@ -128,7 +124,7 @@ class BlockKVCache(Cache):  # type: ignore[misc]
 
     def select(self, indices: list[int]) -> None:
         """Keep only the sequences `indices`, in that order."""
-        keys = self.layers[0].keys if self.layers[0].is_initialized else None
-        most = MOST if keys is None else keys.shape[0] - 1
+        first = self.layers[0]
+        most = first.keys.shape[0] - 1 if first.is_initialized else MOST
         kept = [whole(f"indices[{place}]", one, "a sequence", most=most) for place, one in enumerate(list(indices))]
         self.batch_select_indices(torch.tensor(kept, dtype=torch.long))

@@ -12,24 +12,26 @@ N rows of the block, T = B x N, A rows that the LM head is asked for, R live row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from epoch_moe.decoding.canvas import Canvas
-from epoch_moe.decoding.not_numbers import BROKEN, not_numbers
 from epoch_moe.decoding.output import AnswerLog, BlockDiffusionOutput
-from epoch_moe.decoding.parts import ModelParts
-from epoch_moe.decoding.request import Request
+from epoch_moe.decoding.parts import ModelParts, model_parts
+from epoch_moe.decoding.request import ASKED, Request
 from epoch_moe.decoding.rules import BlockRule
 from epoch_moe.decoding.settings import Settings
 from epoch_moe.plan.packed import true_places
 
-S = TypeVar("S", bound=Settings)
+BROKEN = -1
+"""Live rows of a sequence whose logits are not numbers: it travels with what a loop reads on the host anyway."""
 
 
-class DecodeLoop(ABC, Generic[S]):
+class DecodeLoop(ABC):
     """One decode.
 
     Args:
@@ -41,23 +43,33 @@ class DecodeLoop(ABC, Generic[S]):
         canvas: prompts and masks; answers are written there.
         log: the finished part of each answer.
         numbers: which answer each sequence of the (shrinking) batch is.
-        own_grid: see `Canvas`.
-        copies: C.
+        own_grid: of the canvas: each sequence's blocks begin at its own position 0.
+        read_settings: checks the arguments of the loop's function.
+        rule_class: of its blocks.
     """
 
     own_grid = False
-    copies = 1
+    read_settings: ClassVar[Callable[..., Settings]]
+    rule_class: type[BlockRule]
 
-    def __init__(self, parts: ModelParts, settings: S, request: Request):
+    def __init__(self, parts: ModelParts, settings: Settings, request: Request):
         self.parts, self.settings, self.request, self.context = parts, settings, request, request.context
         self.canvas = Canvas(request.prompts, settings, parts.embedding_VH.device, self.own_grid)
         self.log = AnswerLog(self.canvas.batch, settings.gen_length, settings.eos_ids)
         self.numbers = list(range(self.canvas.batch))
         self.forwards = self.prefill_forwards = 0
 
-    @abstractmethod
+    @classmethod
+    def of(cls, model: nn.Module, **arguments: Any) -> Self:
+        """A decode with the arguments of the loop's function; the settings are checked before the prompts."""
+        parts = model_parts(model)
+        asked = {name: arguments.pop(name) for name in ASKED}
+        settings = cls.read_settings(parts, **arguments)
+        return cls(parts, settings, Request.read(parts, settings, **asked))
+
     def make_rule(self, begin: int, end: int) -> BlockRule:
         """The rule of the block at canvas positions ``begin:end``."""
+        return self.rule_class(self.settings, self.canvas, begin, end, self.request.generator)
 
     @abstractmethod
     def open_block(self, begin: int, end: int) -> dict[str, Any]:
@@ -71,13 +83,10 @@ class DecodeLoop(ABC, Generic[S]):
     def model_inputs(self, first: int, last: int) -> dict[str, Any]:
         """What the base model gets beside the ids of the canvas positions ``first:last``."""
 
-    def copied(self, ids_BS: Tensor) -> Tensor:
-        """The forward's ids ``[C*B,S]``."""
-        return ids_BS
-
-    def guided(self, logits_CRV: Tensor) -> Tensor:
-        """One row of logits from its copies: ``[R,V]``."""
-        return logits_CRV[0]
+    @property
+    def copies(self) -> int:
+        """C: each sequence is twice in a forward under guidance, the second time without its prompt."""
+        return 2 if self.settings.cfg_scale > 0 else 1
 
     def decode(self) -> BlockDiffusionOutput:
         """Run the decode; the streamer gets its end also after an error."""
@@ -122,8 +131,7 @@ class DecodeLoop(ABC, Generic[S]):
             while any(left):
                 left = self.iterate(rule, left).tolist()  # the loop's one host sync of a forward (a plan has its own)
                 if BROKEN in left:
-                    requests = [self.numbers[row] for row, rows in enumerate(left) if rows == BROKEN]
-                    raise not_numbers(requests, self.parts.base, self.parts.head)
+                    raise self.not_numbers([n for n, rows in zip(self.numbers, left, strict=True) if rows == BROKEN])
 
     def iterate(self, rule: BlockRule, left: list[int]) -> Tensor:
         """One forward, and what the rule makes of it. Waits for nothing on the device.
@@ -143,7 +151,9 @@ class DecodeLoop(ABC, Generic[S]):
         live_BN = rule.live(ids_BN)
         # A row that holds another row's token now: what is cached for it says nothing, whatever its own token is.
         changed_BN = None if rule.moved_B1 is None else rule.moved_B1.expand_as(live_BN)
-        ids_BS = self.copied(ids_BS)
+        if self.copies > 1:
+            in_front_S = self.canvas.positions(first, last) < self.canvas.first_block
+            ids_BS = torch.cat([ids_BS, ids_BS.masked_fill(in_front_S, self.settings.mask_id)])
         with self.context.iteration(
             ids_BS,
             mask_id=self.settings.mask_id,
@@ -169,28 +179,28 @@ class DecodeLoop(ABC, Generic[S]):
         return hidden_BSH
 
     def live_logits(self, hidden_BNH: Tensor, live_BN: Tensor, left: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits of the live rows.
+        """Logits ``[R,V]`` fp32 of the live rows, and the rows' places ``[R]`` int64 among the T rows, ascending.
 
         Args:
             hidden_BNH: ``[C*B,N,H]``, of the block.
             live_BN: bool.
             left: how many are live in each sequence.
-
-        Returns:
-            logits ``[R,V]`` fp32, and the rows' places ``[R]`` int64 among the T rows of the block, ascending.
         """
         live_T = live_BN.flatten()
         rows_R = asked_A = true_places(live_T, sum(left))
         if self.context.lm_head_rows == "block":  # all rows of the block, of the sequences that are not done with it
             busy_BN = live_BN.any(dim=1, keepdim=True).expand_as(live_BN)
             asked_A = true_places(busy_BN.flatten(), sum(map(bool, left)) * live_BN.shape[1])
-        hidden_CTH = hidden_BNH.reshape(self.copies, -1, hidden_BNH.shape[-1])
-        logits_TV = self.parts.head(hidden_CTH[:, asked_A.to(hidden_CTH.device)].flatten(0, 1))
-        self.context.count_lm_head(logits_TV.shape[0])
-        logits_CRV = logits_TV.unflatten(0, (self.copies, -1))
+        hidden_CTH = rearrange(hidden_BNH, "(c b) n h -> c (b n) h", c=self.copies)
+        hidden_CAH = hidden_CTH[:, asked_A.to(hidden_CTH.device)]
+        logits_CRV = rearrange(self.parts.head(hidden_CAH.flatten(0, 1)), "(c a) v -> c a v", c=self.copies)
+        self.context.count_lm_head(logits_CRV.shape[0] * logits_CRV.shape[1])
         if asked_A is not rows_R:
             logits_CRV = logits_CRV[:, true_places(live_T[asked_A], sum(left)).to(logits_CRV.device)]
-        return self.guided(logits_CRV.float()), rows_R
+        logits_RV, *free_RV = logits_CRV.float()
+        for unprompted_RV in free_RV:  # guidance moves the logits away from those without the prompt
+            logits_RV = unprompted_RV + (self.settings.cfg_scale + 1) * (logits_RV - unprompted_RV)
+        return logits_RV, rows_R
 
     def valid(self, first: int, last: int, rule: BlockRule, left: list[int]) -> Tensor | None:
         """``[B,S]`` bool, False for padding and for block rows of sequences that are done with it; None: all True."""
@@ -200,9 +210,7 @@ class DecodeLoop(ABC, Generic[S]):
         in_block_S = (position_S >= rule.begin) & (position_S < rule.end)
         return self.canvas.real(first, last) & ~(in_block_S & (rule.left_B1 == 0))
 
-    def widened(
-        self, rows_BN: Tensor | None, before: int = 0, behind: int = 0, fill: float = False
-    ) -> Tensor | None:
+    def widened(self, rows_BN: Tensor | None, before: int = 0, behind: int = 0, fill: float = False) -> Tensor | None:
         """Values of some rows as values ``[C*B, before + N + behind]``, with `fill` around them."""
         if rows_BN is not None and before + behind:
             rows_BN = nn.functional.pad(rows_BN, (before, behind), value=fill)
@@ -226,3 +234,21 @@ class DecodeLoop(ABC, Generic[S]):
     def select(self, kept: list[int]) -> None:
         """Go on with these sequences of the batch only."""
         self.canvas.select(kept)
+
+    def not_numbers(self, requests: list[int]) -> FloatingPointError:
+        """The error of a decode whose logits are NaN or inf: whose, and which weight is to blame."""
+        model = self.parts.model
+        found = None
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+                found = name
+                break
+        where = (
+            f"{found} holds values that are not finite: the checkpoint is damaged, or was converted to a dtype that "
+            "cannot hold them"
+            if found
+            else f"all weights are finite, so a layer overflows in {self.parts.embedding_VH.dtype}: load the model in "
+            "bfloat16 or float32"
+        )
+        which = f"request{'s' * (len(requests) > 1)} {', '.join(map(str, requests))}"
+        return FloatingPointError(f"the logits of {which} (of the batch, from 0) are not numbers (NaN or inf): {where}")

@@ -68,13 +68,11 @@ class AnswerLog:
         """
         if self.finished(sequence):
             return []
-        room = self.gen_length - len(self.answers[sequence])
-        taken = block[:room]
-        for index, token in enumerate(taken):
-            if token in self.eos_ids:
-                taken = taken[: index + 1]
-                self.reasons[sequence] = "eos"
-                break
+        taken = block[: self.gen_length - len(self.answers[sequence])]
+        end = next((place for place, token in enumerate(taken) if token in self.eos_ids), None)
+        if end is not None:
+            taken = taken[: end + 1]
+            self.reasons[sequence] = "eos"
         self.answers[sequence] += taken
         return taken
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from epoch_moe.plan.patched import inner_model
 
-_IN_PEFT = ("XLORA", "POLY")
-"""Kinds of adapters whose weights depend on what peft's own forward passes on."""
+_IN_PEFT = ("XLORA", "POLY")  # adapters whose weights depend on what peft's own forward passes on
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def model_parts(model: nn.Module) -> ModelParts:
         ValueError: it is in training mode, its attention takes no additive 4-D mask, or an adapter works in the forward
             of peft's wrapper, which would be left out.
     """
-    model = _without_peft(model)
+    _check_adapters(model)
+    model = inner_model(model)
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     if not isinstance(base, nn.Module) or not isinstance(head, nn.Module):
@@ -73,7 +73,7 @@ def model_parts(model: nn.Module) -> ModelParts:
     return ModelParts(model, base, head, native)
 
 
-def _without_peft(model: nn.Module) -> nn.Module:
+def _check_adapters(model: nn.Module) -> None:
     for name, config in (getattr(model, "peft_config", None) or {}).items():  # type: ignore[union-attr]
         kind = getattr(config, "peft_type", None)
         outside = getattr(config, "is_prompt_learning", False) or getattr(kind, "value", kind) in _IN_PEFT
@@ -83,7 +83,6 @@ def _without_peft(model: nn.Module) -> nn.Module:
                 "loop calls the layers inside: it would be left out. Use an adapter that lies in the layers, such as "
                 f"LoRA, or take it off with delete_adapter({name!r})"
             )
-    return inner_model(model)
 
 
 def is_canvas_model(config: Any) -> bool:

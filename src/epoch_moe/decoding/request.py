@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, is_list, tensor, whole, wrong
+from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, instance, is_list, tensor, whole, wrong
 from epoch_moe.decoding.parts import ModelParts
 from epoch_moe.decoding.settings import Settings
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
 
+ASKED = ("input_ids", "attention_mask", "plan", "record", "streamer", "progress", "generator")
+"""Arguments of a loop's function that are no settings."""
 PromptIds = Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | Sequence[int]
 
 
@@ -36,47 +38,39 @@ class Request:
     progress: bool = False
     generator: torch.Generator | None = None
 
+    @classmethod
+    def read(
+        cls, parts: ModelParts, settings: Settings, *, input_ids: Any, attention_mask: Any, plan: Any, record: Any,
+        streamer: Any, progress: Any, generator: Any,
+    ) -> Request:  # fmt: skip
+        """What every loop takes beside its settings, checked.
 
-def read_request(
-    parts: ModelParts, settings: Settings, *, input_ids: Any, attention_mask: Any, plan: Any, record: Any,
-    streamer: Any, progress: Any, generator: Any,
-) -> Request:  # fmt: skip
-    """Check what every loop takes.
-
-    Raises:
-        TypeError, ValueError: as `epoch_moe.generate`.
-    """
-    prompts = read_prompts(input_ids, attention_mask)
-    _check_prompts(prompts, settings, parts)
-    flag("progress", progress)
-    if streamer is not None:
-        if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-            raise wrong("streamer", streamer, "None or an object with put(ids) and end(), as in transformers")
-        if len(prompts) > 1:
-            raise ValueError(f"a streamer serves one sequence, input_ids holds {len(prompts)}: call it once for each")
-    if generator is not None:
+        Raises:
+            TypeError, ValueError: as `epoch_moe.generate`.
+        """
+        prompts = read_prompts(input_ids, attention_mask, settings, parts)
+        flag("progress", progress)
+        if streamer is not None:
+            if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+                raise wrong("streamer", streamer, "None or an object with put(ids) and end(), as in transformers")
+            if len(prompts) > 1:
+                raise ValueError(
+                    f"a streamer serves one sequence, input_ids holds {len(prompts)}: call it once for each"
+                )
         where, device = getattr(generator, "device", None), parts.embedding_VH.device
         if isinstance(where, torch.device) and where.type != device.type:
             raise ValueError(
                 f"the generator is on {where}, the model on {device}: make it with "
                 f"torch.Generator(device={device.type!r})"
             )
-        if not isinstance(generator, torch.Generator):
-            raise wrong("generator", generator, "None or a torch.Generator")
-    return Request(prompts, open_context(parts.model, plan, record=record), streamer, progress, generator)
+        instance("generator", generator, (torch.Generator, type(None)), "None or a torch.Generator")
+        return cls(prompts, open_context(parts.model, plan, record=record), streamer, progress, generator)
 
 
-def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> list[Tensor]:
-    """Prompts as 1-D int64 tensors without padding.
-
-    Args:
-        input_ids: ``[B,P]`` or ``[P]`` ids, or a list of prompts of any lengths.
-        attention_mask: ``[B,P]``, 1 = real, 0 = padding on the left or right of a prompt; only with a tensor.
-
-    Raises:
-        TypeError: not ids at all (a tokenizer's dictionary, floats).
-        ValueError: a shape that cannot be prompts, an empty prompt, or a mask that does not fit.
-    """
+def read_prompts(
+    input_ids: PromptIds, attention_mask: Tensor | None, settings: Settings, parts: ModelParts
+) -> list[Tensor]:
+    """Prompts as 1-D int64 tensors without padding, each checked against settings and model."""
     if isinstance(input_ids, Tensor):
         if input_ids.layout != torch.strided or input_ids.device.type == "meta":
             raise wrong("input_ids", input_ids, "a dense tensor with values")
@@ -98,31 +92,19 @@ def read_prompts(input_ids: PromptIds, attention_mask: Tensor | None = None) -> 
     if attention_mask is not None:
         rows = _strip_padding(rows, attention_mask)
     for number, row in enumerate(rows):
-        if row.numel() == 0:
-            raise ValueError(
-                f"prompt {number} is empty: expected at least one token; pass the model's BOS or chat template prefix "
-                "to generate from nothing"
-            )
-        if row.dim() != 1:
-            raise ValueError(
-                f"prompt {number} has shape {tuple(row.shape)}: expected a list of 1-D prompts; of a [1, P] tensor, "
-                "take [0]"
-            )
-        tensor(f"prompt {number} of input_ids", row, WHOLE_DTYPES, ("ids",))
+        _check_prompt(number, row, settings, parts)
     return [row.long() for row in rows]
 
 
 def _row(number: int, row: Any) -> Tensor:
-    """A prompt as a tensor."""
+    """A prompt of a list as a tensor."""
     if isinstance(row, str):
         raise TypeError(f"prompt {number} is the text {row[:40]!r}: expected token ids, tokenize it first")
     if isinstance(row, Tensor):
         return row
-    try:
-        ids = list(row)
-    except TypeError:
-        raise wrong(f"input_ids[{number}]", row, "a list or tensor of token ids") from None
-    named = ((f"input_ids[{number}][{place}]", one) for place, one in enumerate(ids))
+    if not isinstance(row, Iterable):
+        raise wrong(f"input_ids[{number}]", row, "a list or tensor of token ids")
+    named = ((f"input_ids[{number}][{place}]", one) for place, one in enumerate(row))
     return torch.tensor([whole(name, one, "a token id", least=-MOST) for name, one in named])
 
 
@@ -148,24 +130,34 @@ def _strip_padding(rows: list[Tensor], attention_mask: Tensor) -> list[Tensor]:
     return stripped
 
 
-def _check_prompts(prompts: list[Tensor], settings: Settings, parts: ModelParts) -> None:
-    mask_id, gen_length, vocab_size = settings.mask_id, settings.gen_length, parts.embedding_VH.shape[0]
+def _check_prompt(number: int, prompt: Tensor, settings: Settings, parts: ModelParts) -> None:
+    if prompt.numel() == 0:
+        raise ValueError(
+            f"prompt {number} is empty: expected at least one token; pass the model's BOS or chat template prefix to "
+            "generate from nothing"
+        )
+    if prompt.dim() != 1:
+        raise ValueError(
+            f"prompt {number} has shape {tuple(prompt.shape)}: expected a list of 1-D prompts; of a [1, P] tensor, "
+            "take [0]"
+        )
+    tensor(f"prompt {number} of input_ids", prompt, WHOLE_DTYPES, ("ids",))
+    vocab_size, length = parts.embedding_VH.shape[0], len(prompt)
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"prompt {number} holds id {low if low < 0 else high}: the model's vocabulary is 0 to {vocab_size - 1}; "
+            "does the tokenizer belong to this model?"
+        )
+    if bool((prompt == settings.mask_id).any()):
+        raise ValueError(
+            f"prompt {number} holds the mask id {settings.mask_id}: generate adds the positions to decode itself, "
+            "pass the prompt alone"
+        )
     context = getattr(parts.config, "max_position_embeddings", None)
-    for number, prompt in enumerate(prompts):
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"prompt {number} holds id {low if low < 0 else high}: the model's vocabulary is 0 to "
-                f"{vocab_size - 1}; does the tokenizer belong to this model?"
-            )
-        if bool((prompt == mask_id).any()):
-            raise ValueError(
-                f"prompt {number} holds the mask id {mask_id}: generate adds the positions to decode itself, "
-                "pass the prompt alone"
-            )
-        if context is not None and len(prompt) + gen_length > context:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens and gen_length is {gen_length}: together they must "
-                f"not exceed the model's context, max_position_embeddings={context}; shorten the prompt or lower "
-                f"gen_length{f' to {context - len(prompt)}' if len(prompt) < context else ''}"
-            )
+    if context is not None and length + settings.gen_length > context:
+        raise ValueError(
+            f"prompt {number} has {length} tokens and gen_length is {settings.gen_length}: together they must not "
+            f"exceed the model's context, max_position_embeddings={context}; shorten the prompt or lower gen_length"
+            f"{f' to {context - length}' if length < context else ''}"
+        )

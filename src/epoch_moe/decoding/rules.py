@@ -16,12 +16,31 @@ import torch
 from torch import Tensor
 
 from epoch_moe.decoding.canvas import Canvas
-from epoch_moe.decoding.commit import choose_rows
 from epoch_moe.decoding.sampling import sample_tokens
-from epoch_moe.decoding.settings import BlockDiffusionSettings, Settings
+from epoch_moe.decoding.settings import Settings
 
 MAX_ITERATIONS = 1000
 """Iterations of an editing rule per block at most: edits may undo each other for ever, also in the released loops."""
+
+
+def choose_rows(confidence_BN: Tensor, live_BN: Tensor, need: int, threshold: float) -> Tensor:
+    """The live rows to commit: all above `threshold` if those are at least `need`, else the `need` most confident.
+
+    Args:
+        confidence_BN: ``[B,N]`` probability of each row's sampled token; values of rows that are not live are ignored.
+        live_BN: ``[B,N]`` bool, rows that may be committed.
+        need: the schedule's count for this iteration; a sequence with fewer live rows commits all of them.
+        threshold: a confidence must be larger than this.
+
+    Returns:
+        ``[B,N]`` bool. Equal confidences go to the earlier row, so that the choice does not depend on the device.
+    """
+    confidence_BN = confidence_BN.masked_fill(~live_BN, float("-inf"))
+    confident_BN = confidence_BN > threshold
+    rank_BN = confidence_BN.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    best_BN = (rank_BN < need) & live_BN
+    enough_B1 = confident_BN.sum(dim=-1, keepdim=True) >= need
+    return torch.where(enough_B1, confident_BN, best_BN)
 
 
 @dataclass(eq=False)
@@ -98,7 +117,7 @@ class UnmaskRule(BlockRule):
         return (ids_BN == self.settings.mask_id) & (self.left_B1 > 0)
 
     def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-        """See `BlockRule.commit`."""
+        """The block's tokens now, and the probability of each drawn one: ``[B,N]`` each."""
         tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
         need = self.settings.schedule[self.step]
         chosen_BN = choose_rows(confidence_BN, live_BN, need, self.settings.threshold)
@@ -127,8 +146,6 @@ class UnmaskRule(BlockRule):
 class EditingRule(BlockRule):
     """What the rules of LLaDA2.1 and LLaDA2.2 share: every row behind the prompt may change, so every one is live."""
 
-    settings: BlockDiffusionSettings
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.answer_BN = self.canvas.answer(self.begin, self.end)
@@ -153,7 +170,7 @@ class RewriteRule(EditingRule):
     """
 
     def commit(self, ids_BN: Tensor, live_BN: Tensor, logits_RV: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-        """See `BlockRule.commit`."""
+        """The block's tokens now, and the probability of each drawn one: ``[B,N]`` each."""
         s = self.settings
         tokens_BN, confidence_BN = self.draw_rows(ids_BN, logits_RV, rows_R)
         masked_BN = live_BN & (ids_BN == s.mask_id)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from epoch_moe.decoding.loop import DecodeLoop
 from epoch_moe.decoding.output import BlockDiffusionOutput
-from epoch_moe.decoding.parts import model_parts
-from epoch_moe.decoding.request import PromptIds, read_request
-from epoch_moe.decoding.rules import BlockRule, UnmaskRule
+from epoch_moe.decoding.parts import ModelParts
+from epoch_moe.decoding.request import PromptIds, Request
+from epoch_moe.decoding.rules import UnmaskRule
 from epoch_moe.decoding.sampling import add_gumbel_noise
-from epoch_moe.decoding.settings import CanvasSettings, Remasking, canvas_settings
+from epoch_moe.decoding.settings import Remasking, Settings, canvas_settings
 
 if TYPE_CHECKING:
     from epoch_moe.config import EpochConfig
@@ -83,41 +83,36 @@ def generate_semi_autoregressive(
         >>> tokenizer.decode(out.answers[0], skip_special_tokens=True)
         '3+6=9+5=14+4=18+2=20 so 20'
     """
-    parts = model_parts(model)
-    if getattr(parts.config, "model_type", None) == "llada2_moe":
-        raise ValueError(
-            f"{type(model).__name__} decodes under a block-causal mask, not on a bidirectional canvas: call "
-            "epoch_moe.generate"
-        )
-    settings = canvas_settings(
-        parts, gen_length=gen_length, block_length=block_length, steps=steps, temperature=temperature,
-        cfg_scale=cfg_scale, remasking=remasking, eos_early_stop=eos_early_stop, eos_token_id=eos_token_id,
-        mask_token_id=mask_token_id,
-    )  # fmt: skip
-    request = read_request(
-        parts, settings, input_ids=input_ids, attention_mask=attention_mask, plan=plan, record=record,
-        streamer=streamer, progress=progress, generator=generator,
-    )  # fmt: skip
-    lengths = {len(prompt) for prompt in request.prompts}
-    if len(lengths) > 1 and not parts.native:
-        raise ValueError(
-            f"prompts of {min(lengths)} to {max(lengths)} tokens: the released LLaDA-MoE file ignores the padding mask "
-            "that a mixed batch needs; pass prompts of one length, or load the model with epoch_moe.load_model"
-        )
-    return CanvasLoop(parts, settings, request).decode()
+    return CanvasLoop.of(**locals()).decode()
 
 
-class CanvasLoop(DecodeLoop[CanvasSettings]):
+class CanvasRule(UnmaskRule):
+    """LLaDA's: each iteration commits its share of the schedule, the most confident rows or random ones."""
+
+    def draw(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """A token ``[R]`` for each row, and what it is ranked by: NaN where logits are not numbers."""
+        tokens_R = add_gumbel_noise(logits_RV, self.settings.temperature, self.generator).argmax(dim=-1)
+        confidence_R = logits_RV.softmax(dim=-1).gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+        if self.settings.remasking == "random":
+            random_R = torch.rand(tokens_R.shape, dtype=torch.float32, generator=self.generator, device=tokens_R.device)
+            confidence_R = random_R.where(confidence_R.isfinite(), confidence_R)
+        return tokens_R, confidence_R
+
+
+class CanvasLoop(DecodeLoop):
     """Forwards over the whole canvas; under guidance, each sequence a second time with masks for its prompt."""
 
-    @property
-    def copies(self) -> int:  # type: ignore[override]
-        """Copies of each sequence in a forward: 2 under guidance, else 1."""
-        return 2 if self.settings.cfg_scale > 0 else 1
+    read_settings = staticmethod(canvas_settings)
+    rule_class = CanvasRule
 
-    def make_rule(self, begin: int, end: int) -> BlockRule:
-        """The released schedule."""
-        return CanvasRule(self.settings, self.canvas, begin, end, self.request.generator)
+    def __init__(self, parts: ModelParts, settings: Settings, request: Request):
+        super().__init__(parts, settings, request)
+        if self.canvas.padded and not parts.native:
+            lengths = sorted(map(len, request.prompts))
+            raise ValueError(
+                f"prompts of {lengths[0]} to {lengths[-1]} tokens: the released LLaDA-MoE file ignores the padding "
+                "mask that a mixed batch needs; pass prompts of one length, or load the model with epoch_moe.load_model"
+            )
 
     def open_block(self, begin: int, end: int) -> dict[str, Any]:
         """The window is the canvas; nothing before the block is constant."""
@@ -135,34 +130,3 @@ class CanvasLoop(DecodeLoop[CanvasSettings]):
             "attention_mask": real_BW.long() if self.canvas.padded else None,
             "position_ids": self.canvas.position_ids(first, last).repeat(self.copies, 1),
         }
-
-    def copied(self, ids_BS: Tensor) -> Tensor:
-        """Under guidance, the canvas and behind it the canvas without its prompt."""
-        if self.copies == 1:
-            return ids_BS
-        in_front_S = self.canvas.positions(0, self.canvas.width) < self.canvas.first_block
-        return torch.cat([ids_BS, ids_BS.masked_fill(in_front_S, self.settings.mask_id)])
-
-    def guided(self, logits_CRV: Tensor) -> Tensor:
-        """Logits moved away from those without the prompt."""
-        if self.copies == 1:
-            return logits_CRV[0]
-        given_RV, free_RV = logits_CRV
-        return free_RV + (self.settings.cfg_scale + 1) * (given_RV - free_RV)
-
-
-class CanvasRule(UnmaskRule):
-    """LLaDA's: each iteration commits its share of the schedule, the most confident rows or random ones."""
-
-    settings: CanvasSettings
-
-    def draw(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """A token ``[R]`` for each row, and what it is ranked by: NaN where logits are not numbers."""
-        tokens_R = add_gumbel_noise(logits_RV, self.settings.temperature, self.generator).argmax(dim=-1)
-        confidence_R = logits_RV.softmax(dim=-1).gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
-        if self.settings.remasking == "random":
-            random_R = torch.rand(
-                tokens_R.shape, dtype=torch.float32, generator=self.generator, device=tokens_R.device
-            )
-            confidence_R = random_R.where(confidence_R.isfinite(), confidence_R)
-        return tokens_R, confidence_R

@@ -9,15 +9,14 @@ from functools import partial
 from typing import Any, Literal
 
 from epoch_moe.checks import MOST, choice, flag, in_vocabulary, real, special_ids, whole
-from epoch_moe.decoding.commit import transfer_schedule
-from epoch_moe.decoding.parts import ModelParts
+from epoch_moe.decoding.parts import ModelParts, is_canvas_model
 
 Remasking = Literal["low_confidence", "random"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every loop is told. Fields without a line here have the meaning documented at the loop's function.
+    """What a loop is told, checked. Fields without a line here have the meaning documented at the loop's function.
 
     Attributes:
         schedule: rows that the n-th iteration of a block must at least commit.
@@ -26,6 +25,7 @@ class Settings:
         mask_id: id of undecoded positions.
         eos_ids: ids that end an answer.
         pad_id: fills left padding and the tails of shorter answers.
+        delete_id, split_id: ids by which the model edits a block (LLaDA2.2); None where it does not.
     """
 
     gen_length: int
@@ -40,31 +40,21 @@ class Settings:
     mask_id: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    editing_threshold: float | None = None
+    max_post_steps: int = 0
+    num_to_transfer: int = 1
+    use_cache: bool = False
+    prefill_chunk: int = 0
+    delete_id: int | None = None
+    split_id: int | None = None
+    cfg_scale: float = 0.0
+    remasking: Remasking = "low_confidence"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockDiffusionSettings(Settings):
-    """Settings of `generate`.
-
-    Attributes:
-        delete_id, split_id: ids by which the model edits a block (LLaDA2.2); None where it does not.
-    """
-
-    editing_threshold: float | None
-    max_post_steps: int
-    num_to_transfer: int
-    use_cache: bool
-    prefill_chunk: int
-    delete_id: int | None
-    split_id: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanvasSettings(Settings):
-    """Settings of `generate_semi_autoregressive`."""
-
-    cfg_scale: float
-    remasking: Remasking
+def transfer_schedule(block_length: int, steps: int) -> list[int]:
+    """Rows that each of `steps` iterations must at least commit: `block_length` split evenly, larger shares first."""
+    base, extra = divmod(block_length, steps)
+    return [base + (step < extra) for step in range(steps)]
 
 
 def _check(parts: ModelParts, given: dict[str, Any]) -> dict[str, Any]:
@@ -102,13 +92,19 @@ def _check(parts: ModelParts, given: dict[str, Any]) -> dict[str, Any]:
     return checked | dict(zip(("eos_ids", "mask_id", "pad_id"), ids, strict=True))
 
 
-def block_diffusion_settings(parts: ModelParts, **given: Any) -> BlockDiffusionSettings:
+def block_diffusion_settings(parts: ModelParts, **given: Any) -> Settings:
     """The arguments of `generate`, checked against each other and against the model's configuration.
 
     Raises:
-        ValueError: an argument is out of range, or an id is neither given nor in the configuration.
+        ValueError: an argument is out of range, an id is neither given nor in the configuration, or the model decodes
+            on a canvas.
         TypeError: an argument of the wrong kind.
     """
+    if is_canvas_model(parts.config):
+        raise ValueError(
+            f"{type(parts.model).__name__} sees its whole canvas from both sides, so blocks cannot be cached: call "
+            "epoch_moe.generate_semi_autoregressive"
+        )
     checked = _check(parts, given)
     gen_length, block_length, minimal_topk = (checked[n] for n in ("gen_length", "block_length", "minimal_topk"))
     if minimal_topk > gen_length:
@@ -132,7 +128,7 @@ def block_diffusion_settings(parts: ModelParts, **given: Any) -> BlockDiffusionS
     if checked["threshold"] is None:
         checked["threshold"] = 0.95 if delete_id is None else 0.5
     steps = min(checked.pop("steps"), gen_length // checked.pop("minimal_topk"))
-    return BlockDiffusionSettings(
+    return Settings(
         schedule=tuple(transfer_schedule(block_length, steps)),
         stop_in_block=checked.pop("eos_early_stop"),
         delete_id=delete_id,
@@ -141,8 +137,13 @@ def block_diffusion_settings(parts: ModelParts, **given: Any) -> BlockDiffusionS
     )
 
 
-def canvas_settings(parts: ModelParts, **given: Any) -> CanvasSettings:
+def canvas_settings(parts: ModelParts, **given: Any) -> Settings:
     """The arguments of `generate_semi_autoregressive`, checked like those of `generate`."""
+    if getattr(parts.config, "model_type", None) == "llada2_moe":
+        raise ValueError(
+            f"{type(parts.model).__name__} decodes under a block-causal mask, not on a bidirectional canvas: call "
+            "epoch_moe.generate"
+        )
     checked = _check(parts, given)
     gen_length, block_length, steps = checked["gen_length"], checked["block_length"], checked.pop("steps")
     if gen_length % block_length:
@@ -152,7 +153,7 @@ def canvas_settings(parts: ModelParts, **given: Any) -> CanvasSettings:
         raise ValueError(
             f"steps={steps}: expected a multiple of the number of blocks, gen_length / block_length = {blocks}"
         )
-    return CanvasSettings(
+    return Settings(
         schedule=tuple(transfer_schedule(block_length, min(steps // blocks, block_length))),
         drop_ended=checked.pop("eos_early_stop"),
         **checked,
@@ -161,14 +162,12 @@ def canvas_settings(parts: ModelParts, **given: Any) -> CanvasSettings:
 
 def _edit_ids(parts: ModelParts) -> tuple[int | None, int | None]:
     """DELETE and SPLIT of a model that writes them (LLaDA2.2), else None."""
-    ids = [getattr(parts.config, name, None) for name in ("delete_token_id", "split_token_id")]
-    if ids == [None, None]:
+    ids = {name: getattr(parts.config, name, None) for name in ("delete_token_id", "split_token_id")}
+    if all(value is None for value in ids.values()):
         return None, None
-    if None in ids:
-        raise ValueError(
-            f"the config has delete_token_id={ids[0]} and split_token_id={ids[1]}: a model that edits by such ids has "
-            "both; set the missing one, or both to None"
-        )
+    if None in ids.values():
+        given = " and ".join(f"{name}={value}" for name, value in ids.items())
+        raise ValueError(f"the config has {given}: a model that edits by such ids has both; set both, or both to None")
     vocab_size = parts.embedding_VH.shape[0]
-    delete_id = in_vocabulary("config.delete_token_id", ids[0], vocab_size)
-    return delete_id, in_vocabulary("config.split_token_id", ids[1], vocab_size)
+    delete_id, split_id = (in_vocabulary(f"config.{name}", value, vocab_size) for name, value in ids.items())
+    return delete_id, split_id

@@ -21,16 +21,8 @@ _BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json")
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\..*")
 _FOREIGN_LAYOUTS = (
-    (
-        re.compile(r"\.mlp\.experts\.(w13_weight|w2_weight)$"),
-        "the parameters of a serving engine (w13_weight and w2_weight)",
-        "load the checkpoint that they were loaded from",
-    ),
-    (
-        re.compile(r"\.mlp\.switch_mlp\."),
-        "MLX experts (switch_mlp)",
-        "load the checkpoint that they were converted from",
-    ),
+    (r"\.mlp\.experts\.(w13_weight|w2_weight)$", "the parameters of a serving engine (w13_weight and w2_weight)"),
+    (r"\.mlp\.switch_mlp\.", "MLX experts (switch_mlp)"),
 )
 
 
@@ -183,12 +175,11 @@ def check_keys(
         ValueError: naming a known foreign layout of the experts, or the first keys that are missing, unexpected or
             of another shape.
     """
-    for pattern, layout, advice in _FOREIGN_LAYOUTS:
-        foreign = [key for key in headers if pattern.search(key)]
-        if foreign:
+    for pattern, layout in _FOREIGN_LAYOUTS:
+        if foreign := [key for key in headers if re.search(pattern, key)]:
             raise ValueError(
                 f"{folder} stores {layout}: {some(foreign)}. Supported on disk: "
-                f"{', '.join(known.in_files for known in LAYOUTS.values())}; {advice}"
+                f"{', '.join(known.in_files for known in LAYOUTS.values())}; load the checkpoint that it was made from"
             )
     optional = set(optional)
     missing = expected.keys() - headers.keys() - optional

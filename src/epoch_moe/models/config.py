@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from epoch_moe.checks import instance, real, whole, wrong
 from epoch_moe.functional.capability import router_spec
 from epoch_moe.routing import RouterSpec
 
@@ -63,7 +63,7 @@ class DiffusionConfig(PretrainedConfig):  # type: ignore[misc]
     """Base of the families' configurations.
 
     The signature of a family's ``__init__`` names its keys, their types and defaults; ``read`` checks and stores them.
-    A family adds `only`, `complete`, `sizes` and `set_layers`.
+    A family adds `complete` and `own_sizes`.
     """
 
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
@@ -89,12 +89,7 @@ class DiffusionConfig(PretrainedConfig):  # type: ignore[misc]
             check_fields(type(self), values | {"rope_parameters": rope})
         scaling = values["rope_scaling"] or rope or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        unsupported = [("rope_scaling", scaling, kind == "default", "null"), *self.only(values)]
-        for key, value, supported, expected in unsupported:
-            if not supported:
-                raise ValueError(
-                    f"{self.model_type} config has {key}={value!r}: this implementation has only {expected}"
-                )
+        self.only("rope_scaling", scaling, kind == "default", "null")
         values["rope_scaling"] = None
         self.complete(values)
         heads, kv_heads, factor = (
@@ -116,27 +111,31 @@ class DiffusionConfig(PretrainedConfig):  # type: ignore[misc]
         self.tie_word_embeddings = base["tie_word_embeddings"]  # not every version of the base class stores it
         self.router_spec()
 
-    def only(self, values: Mapping[str, Any]) -> list[tuple[str, Any, bool, str]]:
-        """Keys that released files hold but that have one possible value: (key, its value, is it that, the value)."""
-        raise NotImplementedError
+    def only(self, key: str, value: Any, supported: bool, expected: str) -> None:
+        """Refuse a value of a key that released files hold, but of which this implementation has one value."""
+        if not supported:
+            raise ValueError(f"{self.model_type} config has {key}={value!r}: this implementation has only {expected}")
 
+    @abstractmethod
     def complete(self, values: dict[str, Any]) -> None:
         """Replace values that stand for a default, and refuse those that do not fit together."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def own_sizes(self) -> dict[str, Any]:
+        """`ModelSizes` of which each family's keys are others: the MoE layers, `head_dim` and the inner sizes."""
 
     def sizes(self) -> ModelSizes:
         """Sizes under the names that all families share."""
-        raise NotImplementedError
-
-    def set_layers(self, moe: Sequence[bool]) -> None:
-        """Change the number of layers, and which are MoE."""
-        raise NotImplementedError
-
-    def with_layers(self, moe: Sequence[bool]) -> DiffusionConfig:
-        """A copy with these layers, MoE or dense."""
-        other = copy.deepcopy(self)
-        other.set_layers(moe)
-        return other
+        return ModelSizes(
+            hidden=self.hidden_size,
+            vocab=self.vocab_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            **self.own_sizes(),
+        )
 
     def router_spec(self) -> RouterSpec:
         """The routing that this configuration describes."""
@@ -169,34 +168,29 @@ def check_fields(config_class: type, values: Mapping[str, Any]) -> None:
     """
     for name, hint in own_fields(config_class).items():
         kind, _, optional = hint.partition(" | ")
-        value = values[name]
-        if value is None and optional:
-            continue
-        expected = _expected(name, kind, value)
-        if expected:
-            null = " or null" if optional else ""
-            raise ValueError(f"{name}={repr(value)[:100]}: expected {expected}{null}")
+        if values[name] is not None or not optional:
+            _check_field(name, kind, values[name], " or null" if optional else "")
 
 
-def _expected(name: str, kind: str, value: Any) -> str:
-    """What a field must hold where it does not, or ''."""
+def _check_field(name: str, kind: str, value: Any, or_null: str) -> None:
+    """Refuse a field's value that its type hint, or what the field means, does not allow."""
     if kind == "int":
-        if name == "eos_token_id" and isinstance(value, list) and value:
-            return next((wanted for one in value if (wanted := _expected(name, kind, one))), "")
         low = 0 if name in _MAY_BE_ZERO or name.endswith("_token_id") else 1
         high = MOST_COUNTED if name in _COUNTS else MOST_POSITIONS if name in _LENGTHS else MOST
-        return "" if type(value) is int and low <= value <= high else f"a whole number in {low}..{high}"
-    if kind == "float":
-        number = type(value) in (int, float) and abs(value) < 1e30 and math.isfinite(value)
-        if name == "partial_rotary_factor":
-            return "" if number and 0 < value <= 1 else "a number above 0 and at most 1"
-        if name == "rope_theta":
-            return "" if number and value > 0 else "a number above 0"
-        return "" if number and value >= 0 else "a number of at least 0"
-    if name == "hidden_act":
-        return "" if value == "silu" else "'silu', the only one that the routed experts compute"
-    if kind.startswith("Sequence"):
-        fits = isinstance(value, (list, tuple)) and all(type(one) is int for one in value)
-        return "" if fits else "a list of whole numbers"
-    python_type, words = {"bool": (bool, "true or false"), "str": (str, "a text")}.get(kind, (dict, "an object"))
-    return "" if isinstance(value, python_type) else words
+        several = name == "eos_token_id" and isinstance(value, list) and value
+        for one in value if several else [value]:
+            whole(name, one, f"in {low}..{high}{or_null}", least=low, most=high)
+    elif kind == "float":
+        most = 1.0 if name == "partial_rotary_factor" else 1e30
+        above = name in _ROPE
+        real(name, value, f"a number {'above' if above else 'from'} 0, at most {most:g}", most=most, above=above)
+    elif name == "hidden_act":
+        if value != "silu":
+            raise wrong(name, value, "'silu', the only one that the routed experts compute")
+    elif kind.startswith("Sequence"):
+        if not isinstance(value, (list, tuple)) or not all(type(one) is int for one in value):
+            raise wrong(name, value, f"a list of whole numbers{or_null}")
+    else:
+        kinds = {"bool": (bool, "true or false"), "str": (str, "a text")}
+        python_type, words = kinds.get(kind, (dict, "an object"))
+        instance(name, value, python_type, words + or_null)

@@ -39,17 +39,6 @@ class DiffusionPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         # transformers looks for a code pattern in the source file of the class; the attention lies in another file.
         return True
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        # Through torch.nn.init: transformers 5 guards those functions so that loaded tensors are not overwritten.
-        std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, mean=0.0, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-
 
 # transformers 5 renamed the outputs' field and warns about the old name.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in dataclasses.fields(MoeModelOutputWithPast)} else "past_key_values"
@@ -60,13 +49,10 @@ def _one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | No
     if past_key_values is not None and cache is not None:
         raise ValueError("pass past_key_values or cache, not both: they are two names of one argument")
     given = past_key_values if cache is None else cache
-    if given is not None and not isinstance(given, Cache):
+    if given is not None and (not isinstance(given, Cache) or given.is_compileable):
         raise TypeError(
-            f"past_key_values is a {type(given).__name__}: expected a transformers Cache, such as DynamicCache()"
-        )
-    if given is not None and given.is_compileable:
-        raise TypeError(
-            f"past_key_values is a {type(given).__name__}, which hands out unwritten positions: use DynamicCache()"
+            f"past_key_values is a {type(given).__name__}: expected a transformers Cache that grows, and hands out "
+            "written positions only, such as DynamicCache()"
         )
     return given
 
@@ -88,27 +74,17 @@ def _check_ids(input_ids_BS: Tensor, vocab_size: int) -> None:
 
 
 class DiffusionDecoder(DiffusionPreTrainedModel):
-    """The decoder without its LM head. A family names its token embedding and the class of its layers."""
+    """The decoder without its LM head. A family names the class of its layers, and its token embedding."""
 
-    embedding_name: str
     layer_class: type[DecoderLayer]
     gradient_checkpointing = False
 
     def __init__(self, config: DiffusionConfig):
         super().__init__(config)
-        setattr(self, self.embedding_name, nn.Embedding(config.vocab_size, config.hidden_size))
+        setattr(self, self._input_embed_layer, nn.Embedding(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        embedding: nn.Module = getattr(self, self.embedding_name)
-        return embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        setattr(self, self.embedding_name, value)
 
     def rotary_tables(self, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin ``[B,S,R]`` for absolute positions."""
@@ -238,22 +214,6 @@ class DiffusionLM(Generates, DiffusionPreTrainedModel):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The LM head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        """Replace the LM head."""
-        self.lm_head = value  # type: ignore[assignment]
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +40,38 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
 
 
 def released_arguments(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Refuse what the released `generate` does not take, such as transformers' own arguments, by name."""
-    names = tuple(inspect.signature(method).parameters)[1:]
+    """Refuse, by name, what the released `generate` does not take: transformers' own arguments, several prompts."""
+    signature = inspect.signature(method)
+    _, prompt_name, *_ = names = tuple(signature.parameters)
 
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        unknown = [name for name in kwargs if name not in names]
+        unknown = [name for name in kwargs if name not in names[1:]]
         if unknown:
             raise TypeError(
                 f"{type(self).__name__}.generate does not take {', '.join(unknown)}: expected the released arguments, "
-                f"{', '.join(names)} (gen_length is transformers' max_new_tokens). Padded batches, streamers and plans "
-                "of a call: epoch_moe.generate and epoch_moe.generate_semi_autoregressive"
+                f"{', '.join(names[1:])} (gen_length is transformers' max_new_tokens). Padded batches, streamers and "
+                "plans of a call: epoch_moe.generate and epoch_moe.generate_semi_autoregressive"
+            )
+        prompt = signature.bind_partial(self, *args, **kwargs).arguments.get(prompt_name)
+        if not isinstance(prompt, Tensor):
+            hint = "; pass its 'input_ids'" if hasattr(prompt, "keys") else ""
+            raise TypeError(
+                f"{prompt_name} is a {type(prompt).__name__}: expected a tensor [1, positions] of token ids{hint}"
+            )
+        if prompt.dim() != 2 or prompt.shape[0] != 1:
+            raise ValueError(
+                f"{prompt_name} has shape {tuple(prompt.shape)}: expected [1, positions], one prompt, as the released "
+                "loop does. epoch_moe.generate and epoch_moe.generate_semi_autoregressive take batches"
             )
         return method(self, *args, **kwargs)
 
     return checked
 
 
-def one_prompt(name: str, prompt: Any) -> Tensor:
-    """The one prompt ``[1,P]`` that the released loops take."""
-    if not isinstance(prompt, Tensor):
-        hint = "; pass its 'input_ids'" if hasattr(prompt, "keys") else ""
-        raise TypeError(f"{name} is a {type(prompt).__name__}: expected a tensor [1, positions] of token ids{hint}")
-    if prompt.dim() != 2 or prompt.shape[0] != 1:
-        raise ValueError(
-            f"{name} has shape {tuple(prompt.shape)}: expected [1, positions], one prompt, as the released loop does. "
-            "epoch_moe.generate and epoch_moe.generate_semi_autoregressive take batches"
-        )
-    return prompt
+def rest_of(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """The arguments of a method, from its ``locals()``, without itself and ``others``."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", *others)}
 
 
 class Generates:

@@ -1,4 +1,4 @@
-"""Layers that the model families share: norm, rotary embedding, attention masks, attention, experts, decoder layer.
+"""Layers that the model families share: rotary embedding, attention masks, attention, experts, decoder layer.
 
 Shape suffixes: B sequences, S positions, T = B x S rows, H hidden, Q queries, K keys, D head dimension, R rotary
 dimension, N query heads, n key and value heads; of routing: E experts, K top-k.
@@ -9,35 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.config import DiffusionConfig
 
 
-class RMSNorm(nn.Module):
-    """RMS norm: statistics in fp32, product in the model's dtype."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        x_fp32 = x.float()
-        scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x_fp32 * scale).to(x.dtype)
-
-
-def rope_tables(
-    position_ids_BS: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rope_tables(position_ids_BS: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin ``[B,S,rotary_dim]`` for absolute positions.
 
     Computed from the configuration on every forward (a few microseconds) and not kept as a buffer: transformers 5
@@ -58,26 +42,6 @@ def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated, passed), dim=-1)
-
-
-def _padding_to_bool(mask_BK: Tensor, batch: int, key_len: int) -> Tensor | None:
-    """``[B,KV]`` with 1 = real and 0 = padding as bool ``[B,1,1,KV]``; None where nothing is padding."""
-    if tuple(mask_BK.shape) != (batch, key_len):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask_BK.shape)}: a 2-D mask must be [batch, keys] = "
-            f"[{batch}, {key_len}] (cached positions included)"
-        )
-    real_BK = mask_BK != 0
-    if mask_BK.device.type == "cpu":  # elsewhere reading a value would stall the device
-        odd = mask_BK[real_BK & (mask_BK != 1)]
-        if odd.numel():
-            raise ValueError(
-                f"attention_mask holds {odd[0].item()}: a 2-D mask has 1 (real) and 0 (padding) only; pass additive "
-                "masks as [batch, 1, queries, keys]"
-            )
-        if bool(real_BK.all()):
-            return None
-    return real_BK[:, None, None, :]
 
 
 def attention_bias(
@@ -108,36 +72,35 @@ def attention_bias(
     """
     if attention_mask is None:
         return None
-    mask: Tensor | None = attention_mask
-    if attention_mask.dim() == 2:
-        mask = _padding_to_bool(attention_mask, batch, key_len)
-        if mask is None:
+    mask, on_cpu = attention_mask, attention_mask.device.type == "cpu"  # elsewhere reading a value would stall
+    expected = f"[batch, keys] = [{batch}, {key_len}] (keys include cached positions)"
+    if mask.dim() == 2:
+        if tuple(mask.shape) != (batch, key_len):
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: a 2-D mask must be {expected}")
+        if on_cpu and (odd := mask[(mask != 0) & (mask != 1)]).numel():
+            raise ValueError(
+                f"attention_mask holds {odd[0].item()}: a 2-D mask has 1 (real) and 0 (padding) only; pass additive "
+                "masks as [batch, 1, queries, keys]"
+            )
+        if on_cpu and bool(mask.all()):
             return None
-    assert mask is not None
-    heads = (1,) if num_heads is None else (1, num_heads)
-    if (
-        mask.dim() != 4
-        or mask.shape[0] not in (1, batch)
-        or (num_heads is not None and mask.shape[1] not in heads)
-        or mask.shape[2] not in (1, query_len)
-        or mask.shape[3] != key_len
-    ):
+        mask = (mask != 0)[:, None, None, :]
+    allowed = ((1, batch), None if num_heads is None else (1, num_heads), (1, query_len), (key_len,))
+    if mask.dim() != 4 or any(sizes and size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
+        heads = "heads" if num_heads is None else num_heads
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected None, [batch, keys] = "
-            f"[{batch}, {key_len}] or [batch or 1, heads or 1, queries or 1, keys] = "
-            f"[{batch}, {'heads' if num_heads is None else num_heads}, {query_len}, {key_len}] (keys include cached "
-            "positions)"
+            f"attention_mask has shape {tuple(mask.shape)}: expected None, {expected} or [batch or 1, heads or 1, "
+            f"queries or 1, keys] = [{batch}, {heads}, {query_len}, {key_len}]"
         )
     if mask.dtype == torch.bool:
         mask = mask | ~mask.any(dim=-1, keepdim=True)
-        zero = torch.zeros((), dtype=dtype, device=mask.device)
-        return torch.where(mask, zero, float("-inf")).expand(-1, -1, query_len, -1)
+        return torch.where(mask, mask.new_zeros((), dtype=dtype), float("-inf")).expand(-1, -1, query_len, -1)
     if not mask.is_floating_point():
         raise ValueError(
             f"attention_mask has dtype {mask.dtype}: a 4-D mask must be bool (True = attend) or additive float; use "
             "mask.bool() for a 0/1 mask"
         )
-    if mask.device.type == "cpu" and mask.numel() and float(mask.max()) > 0:
+    if on_cpu and mask.numel() and float(mask.max()) > 0:
         raise ValueError(
             f"attention_mask holds {float(mask.max())}: an additive 4-D mask has values of at most 0 (0 = attend, "
             "-inf = do not); use mask.bool() for a 0/1 mask"
@@ -160,27 +123,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``down(silu(gate(x)) * up(x))``."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Plain attention with returned weights: ``[B,N,Q,D] -> [B,Q,N,D]``, ``[B,N,Q,KV]``."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (repeat(x, "b n k d -> b (n g) k d", g=groups) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return rearrange(weights @ value, "b n q d -> b q n d").contiguous(), weights
 
 
 class Attention(nn.Module):
@@ -215,7 +157,7 @@ class Attention(nn.Module):
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = eager_attention
+        attend = eager_attention_forward
         # transformers' sdpa cannot reshape 0 sequences.
         if self.config._attn_implementation != "eager" and query.numel():
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]

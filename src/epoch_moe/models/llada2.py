@@ -7,7 +7,7 @@ D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,22 +16,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from epoch_moe.decoding.block_diffusion import generate
-from epoch_moe.models.config import DiffusionConfig, ModelSizes
+from epoch_moe.models.config import DiffusionConfig
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
-from epoch_moe.models.generation import one_prompt, released_arguments
+from epoch_moe.models.generation import released_arguments, rest_of
 from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
 from epoch_moe.routing import route
-
-__all__ = [
-    "LLaDA2MoeAttention",
-    "LLaDA2MoeConfig",
-    "LLaDA2MoeDecoderLayer",
-    "LLaDA2MoeGate",
-    "LLaDA2MoeModel",
-    "LLaDA2MoeModelLM",
-    "LLaDA2MoePreTrainedModel",
-    "LLaDA2MoeSparseMoeBlock",
-]
 
 
 class LLaDA2MoeConfig(DiffusionConfig):
@@ -99,12 +88,10 @@ class LLaDA2MoeConfig(DiffusionConfig):
     ):
         self.read(locals())
 
-    def only(self, values: Mapping[str, Any]) -> list[tuple[str, Any, bool, str]]:
-        """No sliding window and no norm in the head, as in every released checkpoint."""
-        return [(key, values[key], not values[key], "false") for key in ("use_sliding_window", "norm_head")]
-
     def complete(self, values: dict[str, Any]) -> None:
-        """See `DiffusionConfig.complete`."""
+        """No sliding window and no norm in the head, as in every released checkpoint; both of the router's keys."""
+        for key in ("use_sliding_window", "norm_head"):
+            self.only(key, values[key], not values[key], "false")
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         capacity, block_size = values["expert_capacity"], values["block_size"]
         if (capacity is None) != (block_size is None):
@@ -118,26 +105,15 @@ class LLaDA2MoeConfig(DiffusionConfig):
         optional = ("expert_capacity", "block_size", "delete_token_id", "split_token_id")
         return {key: value for key, value in super().to_dict().items() if value is not None or key not in optional}
 
-    def sizes(self) -> ModelSizes:
-        """Sizes under the names that all families share."""
-        return ModelSizes(
-            hidden=self.hidden_size,
-            vocab=self.vocab_size,
-            layers=self.num_hidden_layers,
+    def own_sizes(self) -> dict[str, Any]:
+        """The MoE layers, `head_dim` and the inner sizes."""
+        return dict(
             moe_layers=tuple(range(self.first_k_dense_replace, self.num_hidden_layers)),
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
-            experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
             expert_inner=self.moe_intermediate_size,
             shared_inner=self.moe_intermediate_size * (self.num_shared_experts or 0),
             dense_inner=self.intermediate_size,
         )
-
-    def set_layers(self, moe: Sequence[bool]) -> None:
-        """Change the number of layers, and which are MoE: dense ones come first."""
-        self.num_hidden_layers, self.first_k_dense_replace = len(moe), len(moe) - sum(moe)
 
 
 class LLaDA2MoeGate(nn.Module):
@@ -214,7 +190,7 @@ class LLaDA2MoeAttention(Attention):
         self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.use_bias)
 
     def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention.heads`."""
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, normed as the configuration says."""
         all_BNSD = rearrange(self.query_key_value(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
         query, key, value = all_BNSD.split([self.num_heads, *2 * [self.num_key_value_heads]], dim=1)
         if self.config.use_qk_norm:
@@ -234,6 +210,7 @@ class LLaDA2MoePreTrainedModel(DiffusionPreTrainedModel):
     """Loading, saving and initialisation."""
 
     config_class = LLaDA2MoeConfig
+    _input_embed_layer = "word_embeddings"
     _no_split_modules = ["LLaDA2MoeDecoderLayer"]
     # 4.57 leaves buffers in their own dtype and refuses names that are no modules; 5.x casts buffers unless told not.
     _keep_in_fp32_modules_strict = ["expert_bias"] if int(transformers.__version__.split(".")[0]) >= 5 else None
@@ -242,6 +219,7 @@ class LLaDA2MoePreTrainedModel(DiffusionPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LLaDA2MoeGate):
+            # Through torch.nn.init: transformers 5 guards those functions so that loaded tensors are not overwritten.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             nn.init.zeros_(module.expert_bias)
 
@@ -249,7 +227,6 @@ class LLaDA2MoePreTrainedModel(DiffusionPreTrainedModel):
 class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, DiffusionDecoder):
     """The decoder without its LM head."""
 
-    embedding_name = "word_embeddings"
     layer_class = LLaDA2MoeDecoderLayer
 
 
@@ -298,26 +275,10 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel, DiffusionLM):
             TypeError, ValueError: as `epoch_moe.generate`, for an argument that is unknown or would have no effect, and
                 for several prompts.
         """
+        given = rest_of(locals(), "inputs", "eos_id", "mask_id")
         if editing_threshold is None and (max_post_steps, num_to_transfer) != (16, 1):
             raise ValueError(
                 f"max_post_steps={max_post_steps} and num_to_transfer={num_to_transfer} belong to editing: pass "
                 "editing_threshold too (LLaDA2.1's file has 0.9), or leave them out"
             )
-        return generate(
-            self,
-            one_prompt("inputs", inputs),
-            temperature=temperature,
-            block_length=block_length,
-            steps=steps,
-            gen_length=gen_length,
-            top_p=top_p,
-            top_k=top_k,
-            eos_early_stop=eos_early_stop,
-            minimal_topk=minimal_topk,
-            threshold=threshold,
-            editing_threshold=editing_threshold,
-            max_post_steps=max_post_steps,
-            num_to_transfer=num_to_transfer,
-            eos_token_id=eos_id,
-            mask_token_id=mask_id,
-        ).sequences
+        return generate(self, inputs, eos_token_id=eos_id, mask_token_id=mask_id, **given).sequences

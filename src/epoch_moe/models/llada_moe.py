@@ -6,7 +6,7 @@ K top-k, N heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,21 +14,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_autoregressive
-from epoch_moe.models.config import DiffusionConfig, ModelSizes
+from epoch_moe.models.config import DiffusionConfig
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
-from epoch_moe.models.generation import one_prompt, released_arguments
+from epoch_moe.models.generation import released_arguments, rest_of
 from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
 from epoch_moe.precision import without_autocast
 from epoch_moe.routing import choose, router_scores
-
-__all__ = [
-    "LLaDAConfig",
-    "LLaDAMoEConfig",
-    "LLaDAMoEDecoderLayer",
-    "LLaDAMoEModel",
-    "LLaDAMoEModelLM",
-    "LLaDAMoESparseMoeBlock",
-]
 
 
 class LLaDAMoEConfig(DiffusionConfig):
@@ -86,41 +77,27 @@ class LLaDAMoEConfig(DiffusionConfig):
     ):
         self.read(locals())
 
-    def only(self, values: Mapping[str, Any]) -> list[tuple[str, Any, bool, str]]:
-        """A layer is MoE or dense."""
-        layers, count = values["moe_layer_freq"], values["num_hidden_layers"]
-        right = layers is None or (len(layers) == count and set(layers) <= {0, 1})
-        return [("moe_layer_freq", layers, right, f"0 or 1 for each of the {count} layers")]
-
     def complete(self, values: dict[str, Any]) -> None:
-        """See `DiffusionConfig.complete`."""
-        hidden, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "moe_layer_freq"))
-        values["moe_layer_freq"] = [1] * values["num_hidden_layers"] if layers is None else list(layers)
+        """A layer is MoE or dense: by default all are MoE."""
+        hidden, heads, count = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        layers = [1] * count if values["moe_layer_freq"] is None else list(values["moe_layer_freq"])
+        right = len(layers) == count and set(layers) <= {0, 1}
+        self.only("moe_layer_freq", layers, right, f"0 or 1 for each of the {count} layers")
+        values["moe_layer_freq"] = layers
         if values["num_key_value_heads"] is None:
             values["num_key_value_heads"] = heads
         if hidden % heads:
             raise ValueError(f"num_attention_heads={heads} must divide hidden_size={hidden}")
 
-    def sizes(self) -> ModelSizes:
-        """Sizes under the names that all families share."""
-        return ModelSizes(
-            hidden=self.hidden_size,
-            vocab=self.vocab_size,
-            layers=self.num_hidden_layers,
+    def own_sizes(self) -> dict[str, Any]:
+        """The MoE layers, `head_dim` and the inner sizes."""
+        return dict(
             moe_layers=tuple(i for i, moe in enumerate(self.moe_layer_freq) if moe),
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
             head_dim=self.hidden_size // self.num_attention_heads,
-            experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
             expert_inner=self.expert_intermediate_size,
             shared_inner=self.shared_expert_intermediate_size or 0,
             dense_inner=self.dense_intermediate_size,
         )
-
-    def set_layers(self, moe: Sequence[bool]) -> None:
-        """Change the number of layers, and which are MoE."""
-        self.num_hidden_layers, self.moe_layer_freq = len(moe), [int(layer) for layer in moe]
 
 
 class LLaDAConfig(LLaDAMoEConfig):
@@ -178,7 +155,7 @@ class LLaDAMoEAttention(Attention):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention.heads`."""
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, normed and clipped as the configuration says."""
         query, key, value = (
             rearrange(projection(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -201,9 +178,7 @@ class LLaDAMoEDecoderLayer(DecoderLayer):
     def make_shared(self, config: LLaDAMoEConfig) -> None:
         """The shared expert lies here, outside of the MoE block."""
         if config.shared_expert_intermediate_size is not None:
-            self.shared_expert = SwiGLU(
-                config.hidden_size, config.shared_expert_intermediate_size, config.hidden_act
-            )
+            self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size, config.hidden_act)
 
 
 class LLaDAMoEPreTrainedModel(DiffusionPreTrainedModel):
@@ -222,7 +197,6 @@ class LLaDAMoEPreTrainedModel(DiffusionPreTrainedModel):
 class LLaDAMoEModel(LLaDAMoEPreTrainedModel, DiffusionDecoder):
     """The decoder without its LM head."""
 
-    embedding_name = "embed_tokens"
     layer_class = LLaDAMoEDecoderLayer
 
 
@@ -259,16 +233,6 @@ class LLaDAMoEModelLM(LLaDAMoEPreTrainedModel, DiffusionLM):
         Raises:
             TypeError, ValueError: as `epoch_moe.generate_semi_autoregressive`, and for several prompts.
         """
-        out = generate_semi_autoregressive(
-            self,
-            one_prompt("prompt", prompt),
-            steps=steps,
-            gen_length=gen_length,
-            block_length=block_length,
-            temperature=temperature,
-            cfg_scale=cfg_scale,
-            remasking=remasking,
-            eos_token_id=[],
-            mask_token_id=mask_id,
-        )
+        given = rest_of(locals(), "prompt", "mask_id")
+        out = generate_semi_autoregressive(self, prompt, eos_token_id=[], mask_token_id=mask_id, **given)
         return torch.cat([prompt.to(out.sequences), out.sequences], dim=1)

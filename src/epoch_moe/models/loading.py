@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -36,12 +34,12 @@ from epoch_moe.models.checkpoint import (
     read_config,
     tokenizer_files,
 )
-from epoch_moe.models.config import DiffusionConfig, own_fields
+from epoch_moe.models.config import own_fields
 from epoch_moe.models.generation import read_generation_config
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModel, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAConfig, LLaDAMoEConfig, LLaDAMoEModel, LLaDAMoEModelLM
-from epoch_moe.models.placement import device_of, find_device, find_device_map
-from epoch_moe.models.stacked_checkpoint import load_stacked, stored_shapes
+from epoch_moe.models.placement import find_device, find_device_map
+from epoch_moe.models.stacked_checkpoint import fill_model, stored_shapes
 from epoch_moe.patching.apply import patch
 from epoch_moe.residency.attach import ORIGIN, Origin
 from epoch_moe.residency.config import ResidencyConfig
@@ -56,16 +54,12 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], type[P
 }
 _ALIASES: dict[Any, str] = {"llada2_moe_veomni": "llada2_moe"}
 """Names that training code gives to a model whose experts it stacks."""
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+try:
+    from transformers.initialization import no_init_weights
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights
+
 _STORED_DTYPES = {name: dtype for name, dtype in STORED_DTYPES.items() if dtype != torch.float64}
 _ATTENTION = ("sdpa", "eager")
 
@@ -159,24 +153,11 @@ def load_model(
             "masks are 4-D, which the flash kernels do not take)"
         )
     register_auto_classes()
-    found = _read(locate(path_or_id, revision, local_files_only))
-    config, sizes = found.config, found.config.sizes()
-    weights_dtype = requested_dtype or _stored_dtype(found.folder, found.headers)
-    config.name_or_path = str(found.folder)
-    build = partial(found.lm_class._from_config, config, dtype=weights_dtype, attn_implementation=attn_implementation)
-    places = {"": target_device} if device_map is None else find_device_map(device_map, build, weights_dtype)
-    share = None if ep_group is None else ExpertRange.of(sizes.experts, Ranks(ep_group)).numbers
-    model = load_stacked(
-        found.folder,
-        found.headers,
-        found.layout,
-        sizes,
-        build,
-        weights_dtype,
-        partial(device_of, places),
-        share,
-        fill=residency is None,
-    ).eval()
+    found = _read(locate(path_or_id, revision, local_files_only), requested_dtype, attn_implementation)
+    model = found.model
+    places = {"": target_device} if device_map is None else find_device_map(device_map, model)
+    share = None if ep_group is None else ExpertRange.of(model.config.sizes().experts, Ranks(ep_group)).numbers
+    fill_model(model, found.folder, found.headers, found.layout, places, share, experts_too=residency is None)
     model.generation_config = found.generation_config
     if device_map is not None:
         from accelerate import dispatch_model
@@ -187,7 +168,7 @@ def load_model(
         object.__setattr__(model, ORIGIN, Origin(found.folder, found.headers, target_device))
     if ep_group is not None or residency is not None:
         patch(model, ep_group=ep_group, ep_layout=ep_layout, ep_capacity=ep_capacity, residency=residency)
-    return model, _tokenizer(found.folder, config, found.tokenizer_files)
+    return model, _tokenizer(found.folder, model.config, found.tokenizer_files)
 
 
 @dataclass(frozen=True)
@@ -196,11 +177,9 @@ class Checkpoint:
 
     Attributes:
         folder: that its files lie in.
-        config: its configuration.
         generation_config: its generation_config.json; empty where it has none.
         tokenizer_files: names of its tokenizer's files.
-        lm_class: the class that `load_model` builds.
-        skeleton: the model on the meta device, with one layer of each kind.
+        model: the model on the meta device, of the dtype of its weights.
         headers: every tensor's header, by name.
         layout: how the files hold the experts, see `epoch_moe.experts.layouts`.
         stored: whether headers were read from files; False: they are what the configuration implies, in bf16 with an
@@ -208,20 +187,12 @@ class Checkpoint:
     """
 
     folder: Path
-    config: DiffusionConfig
     generation_config: GenerationConfig
     tokenizer_files: list[str]
-    lm_class: type[PreTrainedModel]
-    skeleton: nn.Module
+    model: Any
     headers: dict[str, TensorHeader]
     layout: LayoutName
     stored: bool
-
-    @property
-    def eos_token_id(self) -> int | list[int] | None:
-        """End id or ids by default."""
-        own: int | list[int] | None = self.generation_config.eos_token_id
-        return self.config.eos_token_id if own is None else own
 
 
 def read_checkpoint(
@@ -236,16 +207,22 @@ def read_checkpoint(
     return _read(folder, stored=any(folder.glob("*.safetensors")) or Path(path_or_id).expanduser().is_dir())
 
 
-def _read(folder: Path, stored: bool = True) -> Checkpoint:
+def _read(
+    folder: Path, dtype: torch.dtype | None = None, attn_implementation: str | None = None, stored: bool = True
+) -> Checkpoint:
+    """A checkpoint, checked; ``dtype`` and ``attn_implementation`` are those of its model, as `load_model` has them."""
     config, lm_class = _classes(folder)
-    tokenizer = tokenizer_files(folder)
-    generation_config = read_generation_config(folder, config.vocab_size)
+    tokenizer, generation_config = tokenizer_files(folder), read_generation_config(folder, config.vocab_size)
     headers = read_headers(folder) if stored else {}
     sizes, layout = config.sizes(), layout_of(headers)
     if stored:
         check_sizes(folder, headers, sizes, config.mask_token_id)
-    skeleton, stand_ins = _skeleton(lm_class, config)
-    shapes = _shapes(skeleton, stand_ins) | stored_shapes(sizes, layout)
+        dtype = dtype or _stored_dtype(folder, headers)
+    config.name_or_path = str(folder)
+    with torch.device("meta"), no_init_weights():  # a released model has thousands of tensors
+        model = lm_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation).eval()
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if not is_expert(key)}
+    shapes |= stored_shapes(sizes, layout)
     if stored:
         optional = ["lm_head.weight"] if config.tie_word_embeddings else []
         if not getattr(config, "moe_router_enable_expert_bias", True):
@@ -256,20 +233,20 @@ def _read(folder: Path, stored: bool = True) -> Checkpoint:
             key: TensorHeader("F32" if key.endswith("expert_bias") else "BF16", shape, "", 0, 0)
             for key, shape in shapes.items()
         }
-    return Checkpoint(folder, config, generation_config, tokenizer, lm_class, skeleton, headers, layout, stored)
+    return Checkpoint(folder, generation_config, tokenizer, model, headers, layout, stored)
 
 
 def _classes(folder: Path) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     """Configuration and class. Only keys of our own are taken: those of transformers name code, kernels and files."""
     written = read_config(folder)
-    config_class, _, lm_class = _family(folder, written)
+    model_type = written.get("model_type")
+    name = _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else None
+    if name not in _FAMILIES:
+        raise ValueError(
+            f"{folder / CONFIG_NAME} has model_type={repr(model_type)[:100]}: expected one of {quoted(_FAMILIES)}"
+        )
+    config_class, _, lm_class = _FAMILIES[name]
     names = own_fields(config_class)
-    for key in ("dtype", "torch_dtype"):  # not read: the files say what they hold
-        name = str(written.get(key) or "float32").removeprefix("torch.")
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(
-                f"{folder / CONFIG_NAME} has {key}={str(written[key])[:100]!r}: expected the name of a dtype"
-            )
     try:
         config = config_class(**{key: value for key, value in written.items() if key in names})
     except (TypeError, ValueError) as error:
@@ -282,7 +259,10 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """The requested dtype; None for the checkpoint's."""
     if dtype == "auto":
         return None
-    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype) or found not in _STORED_DTYPES.values():
         raise ValueError(
             f"dtype={dtype!r}: expected 'auto', 'bfloat16', 'float16' or 'float32', or one of these as torch.dtype"
@@ -290,57 +270,16 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _family(
-    folder: Path, config: dict[str, Any]
-) -> tuple[type[PretrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
-    model_type = config.get("model_type")
-    name = _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else None
-    if name not in _FAMILIES:
-        raise ValueError(
-            f"{folder / CONFIG_NAME} has model_type={repr(model_type)[:100]}: expected one of {quoted(_FAMILIES)}"
-        )
-    return _FAMILIES[name]
-
-
 def _stored_dtype(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype:
     # From a tensor that every family stores in the model's dtype; config.json may say something else.
-    key = next(key for key in sorted(headers) if key.endswith(("word_embeddings.weight", "embed_tokens.weight")))
+    names = ("word_embeddings.weight", "embed_tokens.weight")
+    key = next((key for key in sorted(headers) if key.endswith(names)), None)
+    if key is None:
+        return torch.float32  # `check_keys` is going to miss it
     stored = headers[key].dtype
     if stored not in _STORED_DTYPES:
         raise ValueError(f"{folder} stores {key} as {stored}: expected {quoted(_STORED_DTYPES)}")
     return _STORED_DTYPES[stored]
-
-
-def _skeleton(lm_class: Callable[..., Any], config: DiffusionConfig) -> tuple[nn.Module, list[int]]:
-    """The model on the meta device with one layer of each kind, and for every layer the one that stands for it.
-
-    Building all of a released model's modules takes longer than all other checks together, and its layers of one kind
-    are alike.
-    """
-    sizes = config.sizes()
-    is_moe = [layer in sizes.moe_layers for layer in range(sizes.layers)]
-    kinds = sorted(set(is_moe))
-    with torch.device("meta"):
-        skeleton: nn.Module = lm_class(config.with_layers(kinds))
-    return skeleton, [kinds.index(moe) for moe in is_moe]
-
-
-def _shapes(skeleton: nn.Module, stand_ins: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Shapes by state-dict key, but for the experts', from a skeleton whose layers stand for all."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    by_layer: dict[int, dict[str, tuple[int, ...]]] = {place: {} for place in stand_ins}
-    prefix = "model.layers."
-    for key, tensor in skeleton.state_dict().items():
-        if is_expert(key):
-            continue
-        if key.startswith(prefix):
-            number, rest = key.removeprefix(prefix).split(".", 1)
-            by_layer[int(number)][rest] = tuple(tensor.shape)
-        else:
-            shapes[key] = tuple(tensor.shape)
-    for layer, stand_in in enumerate(stand_ins):
-        shapes |= {f"{prefix}{layer}.{rest}": shape for rest, shape in by_layer[stand_in].items()}
-    return shapes
 
 
 def _tokenizer(folder: Path, config: PretrainedConfig, files: list[str]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,26 +37,21 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def find_device_map(
-    device_map: str | Mapping[str, Any], build: Callable[[], Any], dtype: torch.dtype
-) -> dict[str, torch.device]:
+def find_device_map(device_map: str | Mapping[str, Any], model: Any) -> dict[str, torch.device]:
     """Module path -> device, for all of a model.
 
     Args:
         device_map: ``"auto"``, or such a map as a user wrote it.
-        build: makes the model; called with meta as default device.
-        dtype: of its weights.
+        model: on the meta device.
 
     Raises:
         ValueError: the map lacks a part of the model, names what is no module or only a part of a layer, or weights
             would be offloaded.
     """
-    with torch.device("meta"):
-        model = build()
     model.tie_weights()
     found: Any = device_map
     if device_map == "auto":
-        found = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=dtype)
+        found = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules)
         used = set(found.values())
         if "disk" in used or ("cpu" in used and len(used) > 1):
             raise ValueError(

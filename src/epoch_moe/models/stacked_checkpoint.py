@@ -9,7 +9,7 @@ Shape suffixes: E experts, F expert inner size, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from epoch_moe.experts.layouts import LayoutName, is_expert, stored_parts
 from epoch_moe.experts.shard import keep_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.models.config import ModelSizes
+from epoch_moe.models.placement import device_of
 from epoch_moe.tensor_files import TensorHeader
 
 
@@ -38,32 +39,27 @@ def stored_shapes(sizes: ModelSizes, layout: LayoutName) -> dict[str, tuple[int,
     return {moe_block(layer) + rest: shape for layer in sizes.moe_layers for rest, shape in one.items()}
 
 
-def load_stacked(
+def fill_model(
+    model: Any,
     folder: Path,
     headers: Mapping[str, TensorHeader],
     layout: LayoutName,
-    sizes: ModelSizes,
-    build: Callable[[], Any],
-    dtype: torch.dtype,
-    device_of: Callable[[str], torch.device],
+    places: Mapping[str, torch.device],
     experts: range | None = None,
-    fill: bool = True,
-) -> Any:
-    """The model of a checkpoint that `check_keys` has passed.
+    experts_too: bool = True,
+) -> None:
+    """Read the weights of a checkpoint that `check_keys` has passed.
 
     Args:
+        model: on the meta device, of the dtype that its weights are to have; expert biases are fp32 always.
         folder: of the checkpoint.
         headers: its tensors.
         layout: how they hold the experts.
-        sizes: of the model.
-        build: makes the model; called with meta as default device.
-        dtype: of the weights; expert biases are fp32 always.
-        device_of: where a module's or tensor's weights go, by its path, straight from the file.
-        experts: numbers of the routed experts to load; the model has no others. None: all.
-        fill: False leaves them on the meta device: they stay in their files.
+        places: where weights go, by the paths of modules around them, straight from the file.
+        experts: numbers of the routed experts to load; the model has no others then. None: all.
+        experts_too: False leaves them on the meta device: they stay in their files.
     """
-    with torch.device("meta"):
-        model = build()
+    sizes, dtype = model.config.sizes(), model.dtype
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_expert(key)}
     kept = range(sizes.experts) if experts is None else experts
     with ExitStack() as stack:
@@ -73,10 +69,11 @@ def load_stacked(
             block = model.get_submodule(path)
             if experts is not None:
                 keep_experts(block, "per_expert", "experts", experts)
-            if not fill:
+            if not experts_too:
                 continue
-            where = {"dtype": dtype, "device": device_of(path)}
-            stacked = ExpertViews.empty(len(kept), sizes.expert_inner, sizes.hidden, **where)
+            stacked = ExpertViews.empty(
+                len(kept), sizes.expert_inner, sizes.hidden, dtype=dtype, device=device_of(places, path)
+            )
             for key, part in stored_parts(layout, path, kept, stacked).items():
                 file, rows = files[headers[key].file], headers[key].shape[0]
                 if part.dim() == 3 and rows != len(kept):
@@ -89,19 +86,18 @@ def load_stacked(
         others: dict[str, Tensor] = {}
         for key, shape in shapes.items():
             is_bias = key.endswith("expert_bias")
-            where = {"dtype": torch.float32 if is_bias else dtype, "device": device_of(key)}
+            # A copy also where nothing changes: what is read may be a view of the file.
+            value = torch.zeros(shape, dtype=torch.float32 if is_bias else dtype, device=device_of(places, key))
             if key in headers:
-                # A copy also where nothing changes: what is read may be a view of the file.
-                others[key] = torch.empty(shape, **where).copy_(files[headers[key].file].get_tensor(key))
+                others[key] = value.copy_(files[headers[key].file].get_tensor(key))
             elif is_bias:
-                others[key] = torch.zeros(shape, **where)
+                others[key] = value
         model.load_state_dict(others, assign=True, strict=False)
     model.tie_weights()
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in tensors if tensor.is_meta and (fill or not is_expert(name))]
+    left = [name for name, tensor in tensors if tensor.is_meta and (experts_too or not is_expert(name))]
     if left:
         raise RuntimeError(f"loading {folder}: nothing was read for {', '.join(left[:3])}; please report this")
-    return model
 
 
 def _open(path: Path) -> Any:
