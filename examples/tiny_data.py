@@ -17,8 +17,12 @@ from tiny_lessons import lesson_problems
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from epoch_moe.problems import EOS_TOKEN, MAX_TOKENS, TOKEN_PATTERN, Problem, vocabulary
+from epoch_moe.problems import EOS_TOKEN, GAINS, LOSSES, NAMES, OBJECTS, Problem
 
+TOKEN_PATTERN = r" ?[a-z]+|[0-9]| |[^a-z0-9 ]"
+"""Words with their leading space, digits, spaces and marks."""
+MAX_TOKENS = 96
+"""Prompt, answer and end-of-sequence token together."""
 BLOCK = 32
 MAX_BLOCKS = MAX_TOKENS // BLOCK
 PACK_BLOCKS = 6
@@ -28,6 +32,14 @@ CHUNK = 20_000
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def vocabulary() -> list[str]:
+    """Every token of the problems and of the lessons before them, in a fixed order, without special tokens."""
+    starts = ("sum", "work", "totals", "sort", "reverse", *NAMES)
+    words = ("out", "of", "so", "has", "and", "gives", "how", "many", "who", "what", "he", "she")
+    inner = (*words, *NAMES, *OBJECTS, *GAINS, *LOSSES)
+    return [*"0123456789", *" +-=:.?", *starts, *(f" {word}" for word in inner)]
 
 
 def build_tokenizer() -> Tokenizer:

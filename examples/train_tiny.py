@@ -36,7 +36,7 @@ from transformers import AttentionInterface
 
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.outputs import write_output
-from epoch_moe.problems import EOS_TOKEN, KINDS, MAX_TOKENS, Problem, check, generate_problems
+from epoch_moe.problems import EOS_TOKEN, KINDS, Problem, check, generate_problems
 
 # -------------------------------------------------------------------------------------------------------------- model
 
@@ -171,7 +171,7 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], th
     num_experts = gates[0].expert_bias.numel()
 
     full_BS, prompt_B, _ = encode(problems, tokenizer)
-    positions_S = torch.arange(MAX_TOKENS)
+    positions_S = torch.arange(full_BS.shape[1])
     ids_BS = torch.where(positions_S < prompt_B.unsqueeze(1), full_BS, mask_id)
     block_S = positions_S // BLOCK
     mask_11SS = (block_S.unsqueeze(1) >= block_S)[None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,16 +14,15 @@ import epoch_moe.problems as problems_module
 from epoch_moe.problems import (
     EOS_TOKEN,
     KINDS,
-    MAX_TOKENS,
-    TOKEN_PATTERN,
     Problem,
     check,
     generate_problems,
     is_held_out,
-    vocabulary,
 )
 
 CHECKPOINT = Path(problems_module.__file__).parent / "checkpoints" / "tiny-llada2"
+TOKENIZER = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+TOKENS = re.compile(TOKENIZER["pre_tokenizer"]["pattern"]["Regex"])
 SAMPLE = generate_problems(3000, seed=7, split="train") + generate_problems(2000, seed=7)
 
 
@@ -91,20 +91,19 @@ def test_splits_are_disjoint() -> None:
 
 def test_lengths() -> None:
     """Everything fits in three blocks; prompts end inside a block, and most answers go on into the next one."""
-    tokens = re.compile(TOKEN_PATTERN)
-    known = set(vocabulary())
+    known = set(TOKENIZER["model"]["vocab"])
     answer_lengths, prompt_lengths, crossing = [], set(), 0
     for problem in SAMPLE:
-        prompt, answer = tokens.findall(problem.prompt), tokens.findall(problem.answer)
-        assert tokens.findall(problem.prompt + problem.answer) == prompt + answer, problem
+        prompt, answer = TOKENS.findall(problem.prompt), TOKENS.findall(problem.answer)
+        assert TOKENS.findall(problem.prompt + problem.answer) == prompt + answer, problem
         assert set(prompt + answer) <= known, set(prompt + answer) - known
-        assert len(prompt) + len(answer) + 1 <= MAX_TOKENS, problem
+        assert len(prompt) + len(answer) + 1 <= 3 * 32, problem
         answer_lengths.append(len(answer))
         prompt_lengths.add(len(prompt))
         crossing += (len(prompt) + len(answer)) // 32 > len(prompt) // 32
     assert crossing > 0.8 * len(SAMPLE)
     assert min(answer_lengths) >= 10 and sum(answer_lengths) / len(answer_lengths) > 16
-    assert len(prompt_lengths) > 10 and len(known) == len(vocabulary()) <= 188
+    assert len(prompt_lengths) > 10 and len(known) <= 191
 
 
 def test_kinds_and_bad_arguments() -> None:
@@ -126,15 +125,14 @@ def test_check_cuts_at_eos_only() -> None:
 
 
 def test_tokenizer_round_trip() -> None:
-    """transformers loads the shipped tokenizer, it splits as TOKEN_PATTERN does, and decoding gives the text back."""
+    """transformers loads the shipped tokenizer, it splits as its pattern says, and decoding gives the text back."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    pattern = re.compile(TOKEN_PATTERN)
     for problem in SAMPLE[:500]:
         for text in (problem.prompt, problem.answer):
             ids = tokenizer(text)["input_ids"]
-            assert tokenizer.convert_ids_to_tokens(ids) == pattern.findall(text)
+            assert tokenizer.convert_ids_to_tokens(ids) == TOKENS.findall(text)
             assert tokenizer.decode(ids) == text
     assert tokenizer.pad_token == tokenizer.eos_token == EOS_TOKEN
     assert tokenizer.mask_token_id == tokenizer.eos_token_id + 1 == len(tokenizer) - 1

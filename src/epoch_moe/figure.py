@@ -83,12 +83,9 @@ def draw_frontier(about: Mapping[str, Any]) -> PlanFigure:
 
 def _draw_supports(axes: Axes, work: Work, num_experts: int) -> None:
     sizes = [layer.support_size for layer in work.per_layer]
-    axes.set_title("Support per layer")
-    axes.set_xlabel("MoE layer")
-    axes.set_ylabel("experts (mean over forwards)")
+    axes.set(title="Support per layer", xlabel="MoE layer", ylabel="experts (mean over forwards)")
     axes.axhline(num_experts, color=GREY, linestyle="--", linewidth=1.2, label=f"all {num_experts} experts")
-    axes.set_xlim(-0.6, len(sizes) - 0.4)
-    axes.set_ylim(0, num_experts * 1.25)
+    axes.set(xlim=(-0.6, len(sizes) - 0.4), ylim=(0, num_experts * 1.25))
     axes.set_yticks([tick for tick in MaxNLocator(8, integer=True).tick_values(0, num_experts) if tick <= num_experts])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     if all(map(math.isnan, sizes)):
@@ -110,11 +107,8 @@ def _draw_shares(axes: Axes, history: list[dict[str, int]], starts: list[int]) -
         for number, start in enumerate(starts):
             label = "first of a block" if number == 0 else None
             axes.axvline(start, color=GREY, linestyle=":", linewidth=1, zorder=0, label=label)
-    axes.set_title("Rows per forward")
-    axes.set_xlabel("forward")
-    axes.set_ylabel("share of the forward's rows (%)")
-    axes.set_ylim(0, 125)
-    axes.set_yticks(range(0, 101, 20))
+    axes.set(title="Rows per forward", xlabel="forward", ylabel="share of the forward's rows (%)")
+    axes.set(ylim=(0, 125), yticks=range(0, 101, 20))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.legend(loc="upper center", ncols=3, frameon=False)
 
@@ -124,8 +118,7 @@ def _draw_experts(axes: Axes, counters: Counters, layer: int, begin: int, end: i
         _note(axes, "not recorded:\ngenerate(..., record=True)")
         axes.set_axis_off()
         return
-    axes.set_xlabel("forward of the block")
-    axes.set_ylabel("experts, most used at the bottom")
+    axes.set(xlabel="forward of the block", ylabel="experts, most used at the bottom")
     pairs_DLE, support_DLE = counters.recorder.read()
     pairs_DE, support_DE = pairs_DLE[begin:end, layer], support_DLE[begin:end, layer]
     order_E = pairs_DE.sum(dim=0).argsort(descending=True, stable=True)

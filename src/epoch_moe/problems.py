@@ -4,8 +4,8 @@ Every answer is worked out step by step, and each step needs the result of the o
 a later token's position depends on earlier results too. A block-diffusion decoder therefore commits a few tokens per
 forward on them, as it does on real text, instead of filling a block at once.
 
-The text is lower case and made of what `TOKEN_PATTERN` splits: words with their leading space, digits, spaces and
-marks. Held-out problems never appear in the training split: a checksum of the prompt decides which split owns it.
+The text is lower case: words, digits, spaces and marks. Held-out problems never appear in the training split: a
+checksum of the prompt decides which split owns it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 EOS_TOKEN = "<eos>"
-TOKEN_PATTERN = r" ?[a-z]+|[0-9]| |[^a-z0-9 ]"
-MAX_TOKENS = 96
-"""Prompt, answer and end-of-sequence token together, in tokens of `TOKEN_PATTERN`."""
 
 _HELD_OUT_PER_100 = 10
 
@@ -163,11 +160,3 @@ def generate_problems(n: int, seed: int, kinds: Sequence[str] | None = None, spl
 def check(problem: Problem, text: str) -> bool:
     """Whether generated `text`, cut at the first end-of-sequence token, is exactly the problem's answer."""
     return text.split(EOS_TOKEN, 1)[0] == problem.answer
-
-
-def vocabulary() -> list[str]:
-    """Every token of the problems and of the lessons before them, in a fixed order, without special tokens."""
-    starts = ("sum", "work", "totals", "sort", "reverse", *NAMES)
-    words = ("out", "of", "so", "has", "and", "gives", "how", "many", "who", "what", "he", "she")
-    inner = (*words, *NAMES, *OBJECTS, *GAINS, *LOSSES)
-    return [*"0123456789", *" +-=:.?", *starts, *(f" {word}" for word in inner)]

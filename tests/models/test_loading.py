@@ -156,6 +156,20 @@ def test_save_and_load_again(name: str, max_shard_size: str, tmp_path: Path) -> 
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval(), model)
 
 
+@pytest.mark.parametrize("device_map", [None, "auto"])
+def test_a_model_is_built_once(device_map: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    build = LLaDA2MoeModelLM.__init__
+
+    def counted(self: LLaDA2MoeModelLM, config: LLaDA2MoeConfig) -> None:
+        built.append(config)
+        build(self, config)
+
+    monkeypatch.setattr(LLaDA2MoeModelLM, "__init__", counted)
+    load_model(load_golden("llada2").folder, device_map=device_map)
+    assert len(built) == 1  # of a released model's modules, building takes seconds
+
+
 def test_auto_classes() -> None:
     register_auto_classes()
     register_auto_classes()

@@ -200,7 +200,7 @@ class BlockLoop(DecodeLoop):
         return torch.where(seen_BSK, zero, float("-inf")).unsqueeze(1)
 
     def select(self, kept: list[int]) -> None:
-        """Also in the cache."""
+        """Go on with these sequences of the batch only, in the cache too."""
         super().select(kept)
         if self.cache is not None:
             self.cache.select(kept)

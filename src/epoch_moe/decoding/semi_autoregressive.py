@@ -120,7 +120,7 @@ class CanvasLoop(DecodeLoop):
         return {"batch": self.copies * self.canvas.batch, "window": width, "prefix": begin, "future": width - end}
 
     def span(self, begin: int, end: int) -> tuple[int, int, int]:
-        """The canvas."""
+        """The whole canvas; no lead rows."""
         return 0, self.canvas.width, 0
 
     def model_inputs(self, first: int, last: int) -> dict[str, Any]:
