@@ -5,6 +5,7 @@ import math
 import pytest
 
 from epoch_moe.models.llada2 import LLaDA2MoeConfig
+from epoch_moe.paired import paired_result
 from epoch_moe.plan.counters import LayerWork, Work
 from epoch_moe.report import COUNTS, comparison_table, flops, ratios, work_summary, work_table
 
@@ -103,12 +104,13 @@ def test_table_shows_what_it_was_given():
         "token_agreement": 0.875,
         "problems": 4,
         "fallbacks": {"shortfall": 3},
+        "paired": paired_result("abcd", "abce", None),
         "versions": {"device": "cpu"},
     }
     text = comparison_table(result)
     assert "50.0%" in text and "25.0%" in text and "0.500" in text
     assert "75.0% of 4 problems" in text and "87.50%" in text and "shortfall 3" in text
-    assert "seconds (CPU)" in text
+    assert "seconds (CPU)" in text and "changed answers: 1 of 4 problems" in text
 
 
 def test_work_table_puts_decodes_side_by_side():
