@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlockPlanContext": "epoch_moe.plan.context",
-    "BlockSpec": "epoch_moe.block",
+    "BlockSpec": "epoch_moe.spec",
     "EpochConfig": "epoch_moe.config",
     "EpochMoEBlock": "epoch_moe.block",
     "FreshLaneDispatcher": "epoch_moe.freshlane.dispatcher",
@@ -37,7 +37,7 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
-    from epoch_moe.block import BlockSpec, EpochMoEBlock
+    from epoch_moe.block import EpochMoEBlock
     from epoch_moe.config import EpochConfig
     from epoch_moe.decoding import generate, generate_semi_autoregressive
     from epoch_moe.follow.scope import following, plan_report
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from epoch_moe.residency.config import ResidencyConfig
     from epoch_moe.residency.report import residency_report
     from epoch_moe.routing import RouterSpec
+    from epoch_moe.spec import BlockSpec
 
 
 def __getattr__(name: str) -> Any:

@@ -9,122 +9,27 @@ Shape suffixes: B sequences, S positions, T = B x S rows, R fresh rows, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from epoch_moe.checks import FLOAT_DTYPES, choice, instance, tensor
+from epoch_moe.checks import choice, instance
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.absent import AbsentTensor
-from epoch_moe.experts.bypassed import check_linear, check_router
-from epoch_moe.experts.layouts import LAYOUTS, LayoutName
+from epoch_moe.experts.layouts import LAYOUTS
 from epoch_moe.experts.run import BACKENDS, Backend
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.experts.weights import ExpertWeights
-from epoch_moe.freshlane.device import PaddedLane, compact_for
-from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher, local_dispatcher
-from epoch_moe.freshlane.lane import DenseLane, Forward, Lane, ListedLane, Visit
+from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
+from epoch_moe.freshlane.lane import DenseLane, Forward, ListedLane
+from epoch_moe.freshlane.padded import PaddedLane, compact_for
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.precision import product_dtype
-from epoch_moe.routing import RouterSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSpec:
-    """How a model family's MoE block is built: what `EpochMoEBlock` must know of the module it replaces.
-
-    Attributes:
-        family: name for reports and errors.
-        router: what the layer's router computes.
-        gate_weight: attribute path of the router weight ``[E,H]``.
-        gate_bias: attribute path of the expert bias ``[E]``, or None.
-        experts: attribute of the experts' module; unused where they are fused.
-        layout: how the experts' parameters are held, see `epoch_moe.experts.layouts`.
-        shared: attribute of the shared expert inside the block, or None.
-        returns_router: the block returns ``(out, (router_logits, topk_ids))`` rather than ``out``.
-
-    Example:
-        >>> from epoch_moe import BlockSpec, RouterSpec
-        >>> spec = BlockSpec(
-        ...     family="mine",
-        ...     router=RouterSpec(kind="softmax", num_experts=64, top_k=8),
-        ...     gate_weight="gate.weight",  # block.gate is nn.Linear(hidden, 64, bias=False)
-        ...     gate_bias=None,
-        ... )
-        >>> spec.experts, spec.layout  # block.experts is a ModuleList of 64 MLPs
-        ('experts', 'per_expert')
-    """
-
-    family: str
-    router: RouterSpec
-    gate_weight: str
-    gate_bias: str | None
-    experts: str = "experts"
-    layout: LayoutName = "per_expert"
-    shared: str | None = None
-    returns_router: bool = False
-
-    def __post_init__(self) -> None:
-        instance("router", self.router, RouterSpec, "a RouterSpec")
-        choice("layout", self.layout, tuple(LAYOUTS))
-
-    def holder(self, block: nn.Module) -> nn.Module:
-        """The module that holds the experts' parameters."""
-        return LAYOUTS[self.layout].holder(block, self.experts)  # type: ignore[no-any-return]
-
-    def check(self, block: nn.Module, here: int | None = None) -> None:
-        """Refuse a block that is built in another way.
-
-        Args:
-            block: to be replaced.
-            here: how many of its experts are in this process; None: not known yet.
-
-        Raises:
-            TypeError: it lacks an attribute that is named here, or has parameters that nothing here names.
-            ValueError: its sizes are others.
-        """
-        kind = type(block).__name__
-        layout = LAYOUTS[self.layout]
-        names = ["gate_weight", "gate_bias", "shared"] + ["experts"] * (not layout.in_block)
-        paths = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        for name, path in paths.items():
-            try:
-                _attribute(block, path)
-            except AttributeError:
-                raise TypeError(f"BlockSpec.{name}={path!r}: {kind} has no such attribute") from None
-        try:
-            count, _, hidden = layout(self.holder(block)).sizes()
-        except (AttributeError, IndexError, TypeError, ValueError):
-            raise TypeError(
-                f"BlockSpec.layout={self.layout!r}: {kind} does not hold its experts so, see epoch_moe.experts.layouts"
-            ) from None
-        read = {path.partition(".")[0] for path in (*paths.values(), *layout.below(self.experts))}
-        unread = [name for name, param in block.named_parameters() if name.partition(".")[0] not in read]
-        if unread:
-            raise TypeError(f"{kind} has the parameter {unread[0]}, of which BlockSpec says nothing: it would be lost")
-        total = self.router.num_experts
-        tensor(self.gate_weight, _attribute(block, self.gate_weight).data, FLOAT_DTYPES, (total, hidden))
-        if self.gate_bias is not None:
-            tensor(self.gate_bias, _attribute(block, self.gate_bias).data, FLOAT_DTYPES, (total,))
-        if here is not None and count != here:
-            raise ValueError(f"{kind} holds {count} experts: expected {here} of num_experts={total} in this process")
-
-    def read_gate(self, block: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The router weight ``[E,H]`` and expert bias ``[E]`` of a block.
-
-        Raises:
-            TypeError: the gate's forward says more than these two (an adapter was put on it, say).
-        """
-        if not torch.compiler.is_compiling():  # a traced forward sees the modules that there were
-            path = self.gate_weight.rpartition(".")[0]
-            (check_linear if self.router.kind == "softmax" else check_router)(path, block.get_submodule(path))
-        bias = self.gate_bias
-        return _attribute(block, self.gate_weight), None if bias is None else _attribute(block, bias)
+from epoch_moe.spec import BlockSpec
 
 
 class EpochMoEBlock(nn.Module):
@@ -180,7 +85,7 @@ class EpochMoEBlock(nn.Module):
         instance("original", original, nn.Module, "the MoE block to replace (torch.nn.Module)")
         instance("spec", spec, BlockSpec, "a BlockSpec")
         if dispatcher is None:
-            dispatcher = local_dispatcher(spec.router.num_experts)
+            dispatcher = FreshLaneDispatcher(spec.router.num_experts, layout="local")
         choice("backend", backend, BACKENDS)
         spec.check(original, dispatcher.local_experts)
         super().__init__()
@@ -211,18 +116,21 @@ class EpochMoEBlock(nn.Module):
         return self._compute(hidden_states, under_way)
 
     def _compute(self, x_BSH: Tensor, under_way: Forward) -> Tensor | tuple[Tensor, Any]:
-        shared = _SharedExpert(self, x_BSH)
-        lane = self.open_lane(x_BSH, under_way, shared)
+        shared: list[Tensor] = []
 
-        x_RH, routing = lane.route(x_BSH.reshape(-1, x_BSH.shape[-1]))  # the fresh rows, inside the support
+        def meanwhile() -> None:  # called once, while rows travel
+            if self.spec.shared is not None:
+                shared.append(getattr(self, self.spec.shared)(x_BSH))
+
+        lane = self._open_lane(x_BSH, under_way, meanwhile)
+        x_RH, routing = lane.route(x_BSH)  # the fresh rows, inside the support
         y_RH = lane.run(x_RH, routing)  # their pairs, wherever the experts are
         out = lane.restore(y_RH).view_as(x_BSH)  # fresh and cached rows: the dense shard
-
-        if self.spec.shared is not None:
-            out = out + shared.output()
+        if shared:
+            out = out + shared[0]
         return (out, lane.router_output) if self.spec.returns_router else out
 
-    def open_lane(self, x_BSH: Tensor, under_way: Forward, shared: _SharedExpert | None = None) -> Lane:
+    def _open_lane(self, x_BSH: Tensor, under_way: Forward, meanwhile: Callable[[], None]) -> DenseLane:
         """What the forward under way does with this layer's rows.
 
         Raises:
@@ -232,7 +140,16 @@ class EpochMoEBlock(nn.Module):
         gate_EH, bias_E = self.spec.read_gate(self)
         differentiable = under_way is None and torch.is_grad_enabled()
         views = self.weights.differentiable() if differentiable else self.weights.ensure()
-        visit = Visit(
+        step, backend = None, self.backend
+        if isinstance(under_way, ForwardPlan):
+            # The kernels compute in the dtype of their weights, whatever autocast says.
+            dtype = product_dtype(x_BSH) if under_way.plan.compact is None else views.down_EHF.dtype
+            step = under_way.enter(self.index, x_BSH, dtype, (self.weights.version, *_versions(gate_EH, bias_E)))
+            backend = under_way.config.backend
+        if step is not None:
+            self._check_no_gradients(x_BSH)
+        form = DenseLane if step is None else PaddedLane if isinstance(step.rows, PaddedRows) else ListedLane
+        return form(
             index=self.index,
             router=self.spec.router,
             gate_EH=gate_EH,
@@ -240,20 +157,12 @@ class EpochMoEBlock(nn.Module):
             experts=self.weights,
             views=views,
             dispatcher=self.dispatcher,
-            backend=self.backend,
+            backend=backend,
             forward=under_way,
+            step=step,
             listener=self.slot.listener,
-            meanwhile=(lambda: None) if shared is None else shared.compute,
+            meanwhile=meanwhile,
         )
-        step = None
-        if isinstance(under_way, ForwardPlan):
-            # The kernels compute in the dtype of their weights, whatever autocast says.
-            dtype = product_dtype(x_BSH) if under_way.plan.compact is None else views.down_EHF.dtype
-            step = under_way.enter(self.index, x_BSH, dtype, (self.weights.version, *_versions(gate_EH, bias_E)))
-        if step is None:
-            return DenseLane(visit, (x_BSH.shape[0], x_BSH.shape[1]))
-        self._check_no_gradients(x_BSH)
-        return PaddedLane(visit, step) if isinstance(step.rows, PaddedRows) else ListedLane(visit, step)
 
     @property
     def routing_block(self) -> int | None:
@@ -324,33 +233,6 @@ class EpochMoEBlock(nn.Module):
         """Family and routing, for `print(model)`."""
         router = self.spec.router
         return f"family={self.spec.family!r}, experts={router.num_experts}, top_k={router.top_k}, index={self.index}"
-
-
-class _SharedExpert:
-    """The shared expert on all rows of one forward, computed when there is time for it."""
-
-    def __init__(self, block: EpochMoEBlock, x_BSH: Tensor):
-        self.block, self.x_BSH = block, x_BSH
-        self._out_BSH: Tensor | None = None
-
-    def compute(self) -> None:
-        """Compute it, if the block has one."""
-        if self.block.spec.shared is not None:
-            self._out_BSH = getattr(self.block, self.block.spec.shared)(self.x_BSH)
-
-    def output(self) -> Tensor:
-        """The shared expert's output ``[B,S,H]`` in the input's dtype, computed now if it was not yet."""
-        if self._out_BSH is None:
-            self.compute()
-        assert self._out_BSH is not None
-        return self._out_BSH
-
-
-def _attribute(module: nn.Module, path: str) -> Tensor:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value  # type: ignore[no-any-return]
 
 
 def _versions(*tensors: Tensor | None) -> list[tuple[int, int]]:

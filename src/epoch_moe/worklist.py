@@ -41,15 +41,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Worklist:
-    """Pairs of R rows sorted by expert, within an expert by row, then slot.
+    """Pairs of R rows sorted by expert, within an expert by row, then k.
 
     Attributes:
-        pair_P: integer, the pair ``row * K + slot`` at each sorted position; without meaning behind the last segment.
+        pair_P: integer, the pair ``row * K + k`` at each sorted position; without meaning behind the last segment.
         rank_RK: integer, the sorted position of each pair, -1 for empty ones.
         counts_E: int64, pairs of each expert.
         begins_E1: int32 ``[E+1]``, where each expert's segment begins; the last entry is the number of valid pairs.
         groups: of experts that `combine` sums by, as `expert_groups` gives them; None for the kernels, which sum in
-            slot order.
+            order of k.
         tiles: of the segments; None for the host's form.
     """
 
@@ -88,7 +88,7 @@ def count_pairs(ids_RK: Tensor, num_experts: int) -> Tensor:
 
 
 def build_worklist(ids_RK: Tensor, num_experts: int, part: tuple[int, int] | None = None) -> Worklist:
-    """Sort the pairs ``ids_RK`` (int64, ``NO_EXPERT`` = empty) by expert; within an expert by row, then slot.
+    """Sort the pairs ``ids_RK`` (int64, ``NO_EXPERT`` = empty) by expert; within an expert by row, then k.
 
     Args:
         part: the number of the first of these experts in its layer, and how many the layer has; None: these are all.
@@ -141,8 +141,8 @@ def tree_sum(parts: Tensor) -> Tensor:
 def combine(pairs_PH: Tensor, weights_RK: Tensor, worklist: Worklist, dtype: torch.dtype) -> Tensor:
     """Weighted sum over the K pairs of each row, fp32, rounded once to ``dtype``: ``[R,H]``.
 
-    The order does not depend on how experts are split over 1, 2, 4 or 8 ranks: the pairs of a group of experts in slot
-    order, then the groups by `tree_sum`. With ``dtype`` fp32 the sum of a part of the experts is that part of the
+    The order does not depend on how experts are split over 1, 2, 4 or 8 ranks: the pairs of a group of experts in
+    order of k, then the groups by `tree_sum`. With ``dtype`` fp32 the sum of a part of the experts is that part of the
     whole, bit for bit.
 
     Rows of ``pairs_PH`` behind the last segment are uninitialised memory: the empty pairs of a row are summed apart,

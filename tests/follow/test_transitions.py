@@ -1,7 +1,8 @@
-"""What the tracker makes of forwards, decision by decision."""
+"""What the tracker takes forwards for, one by one."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from helpers import additive, block_causal
 from torch import Tensor
 
 from epoch_moe.follow.report import REASONS
-from epoch_moe.follow.transitions import Decision, Hints, Seen, Tracker
+from epoch_moe.follow.transitions import Hints, Seen, Taken, Tracker
 
 M, B = 9, 4  # mask token, block length
 
@@ -33,6 +34,8 @@ def seen(rows: Sequence[Sequence[int]] | Sequence[int], mask: str | Tensor | Non
         "open": torch.zeros(1, 1, width, width),
     }
     chosen = masks[mask] if isinstance(mask, str) else mask
+    if (cache := kwargs.get("cache")) is not None:
+        kwargs["cache"] = weakref.ref(cache)
     return Seen(ids_BS, mask=chosen, **{"additive": True, **kwargs})  # type: ignore[arg-type]
 
 
@@ -40,13 +43,13 @@ def kinds(follow: Tracker, *forwards: Seen) -> list[str]:
     return [d.reason or d.kind for d in map(follow.observe, forwards)]
 
 
-def place(decision: Decision) -> tuple[int, int, bool]:
-    return decision.begin, decision.end, decision.constant
+def place(taken: Taken) -> tuple[int, int, bool]:
+    return taken.begin, taken.end, taken.constant
 
 
-def live(decision: Decision) -> list[int]:
-    assert decision.live_BS is not None
-    return decision.live_BS[0].nonzero().flatten().tolist()
+def live(taken: Taken) -> list[int]:
+    assert taken.live_BS is not None
+    return taken.live_BS[0].nonzero().flatten().tolist()
 
 
 def test_a_released_run() -> None:
@@ -163,8 +166,8 @@ def test_a_mask_that_is_written_to_begins_anew(inference: bool) -> None:
         follow = tracker(B)
         assert kinds(follow, seen(rows[0], mask), seen(rows[1], mask)) == ["request", "iteration"]
         mask[0, 0, 0, 7] = 0.0
-        decision = follow.observe(seen(rows[2], mask))
-        assert (decision.kind, decision.constant) == ("inputs", False)
+        taken = follow.observe(seen(rows[2], mask))
+        assert (taken.kind, taken.constant) == ("inputs", False)
         assert kinds(follow, seen(rows[3], mask)) == ["iteration"]
 
 
@@ -193,9 +196,9 @@ def test_tokens_that_a_loop_would_not_replace_are_another_requests() -> None:
         follow = tracker(8, editing=editing)
         for before in ([1, 2, 3, *[M] * 5], [1, 2, 3, 6, 6, 6, M, M]):
             follow.observe(seen(before, None))
-        decision = follow.observe(seen(row, None))
-        assert decision.cold == (decision.kind == "request")
-        return decision.kind
+        taken = follow.observe(seen(row, None))
+        assert taken.cold == (taken.kind == "request")
+        return taken.kind
 
     assert after(None, [1, 2, 3, 6, 7, 6, 6, M]) == "edit"
     assert after(False, [1, 2, 3, 6, 7, 6, 6, M]) == "request"  # this loop does not edit
@@ -218,7 +221,7 @@ def test_a_loop_that_leaves_a_block_at_its_last_mask_does_not_edit() -> None:
     follow.observe(seen([*prompt, 5, 6, 7, 8, M, M, M, M]))
     assert follow.editing is False
     assert live(follow.observe(seen([*prompt, 5, 6, 7, 8, 1, M, M, M]))) == [9, 10, 11]
-    # A look at a block without masks puts that in doubt, an edit decides.
+    # A look at a block without masks puts that in doubt, an edit settles it.
     assert live(follow.observe(seen([*prompt, 5, 6, 7, 8, 1, 2, 3, 4]))) == [8, 9, 10, 11]
     follow.observe(seen([*prompt, 5, 6, 7, 8, 1, 2, 3, 5]))
     assert follow.editing is True
@@ -230,8 +233,8 @@ def test_a_loop_that_looks_at_finished_blocks_stays_in_doubt() -> None:
     follow = tracker(editing=None)
     prompt = [1, 2, 3, 4]
     for row in ([M, M, M, M], [5, 6, 7, M], [5, 6, 7, 8], [5, 6, 7, 8, M, M, M, M]):
-        decision = follow.observe(seen(prompt + row))
-    assert follow.editing is None and decision.kind == "block"
+        taken = follow.observe(seen(prompt + row))
+    assert follow.editing is None and taken.kind == "block"
     assert live(follow.observe(seen([*prompt, 5, 6, 7, 8, 9 - 8, M, M, M]))) == [8, 9, 10, 11]
 
 

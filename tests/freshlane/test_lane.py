@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epoch_moe.freshlane.restore import Restore, pack, restore
+from epoch_moe.freshlane.restore import begin_restore, finish_restore, pack, restore
 from epoch_moe.plan.packed import ListedRows, list_rows
 from epoch_moe.plan.rules import RowMasks, RowPlaces
 from epoch_moe.routing import NO_EXPERT
@@ -126,9 +126,8 @@ def test_restore_gives_each_row_its_own_output(lead: int, words: list[str], pois
                 before[m] = cache_MH[m] = float("nan")
         halves, cache_of_halves = [], cache_MH.clone()
         for given_TH in (None, torch.full_like(x_TH, float("nan"))):
-            shard = Restore(rows, cache_of_halves, given_TH)
-            shard.copy_cached()
-            halves.append(shard.finish(pack(x_TH, rows) + 100))
+            begun_TH = begin_restore(rows, cache_of_halves, given_TH)
+            halves.append(finish_restore(pack(x_TH, rows) + 100, rows, cache_of_halves, begun_TH))
             assert given_TH is None or halves[-1] is given_TH
             if given_TH is None:
                 cache_of_halves = cache_MH.clone()
@@ -150,11 +149,9 @@ def test_the_cache_is_read_before_it_is_written() -> None:
     rows = row_plan(1, 2, 0, ["store", "reuse"])
     rows.reuse_src[0] = rows.store_dst[0]  # no row plan reads what it writes; the order is promised all the same
     cache_MH = torch.ones(2, 2)
-    shard = Restore(rows, cache_MH)
-    shard.copy_cached()
-    shard.copy_cached()
+    begun_TH = begin_restore(rows, cache_MH)
     assert torch.equal(cache_MH, torch.ones(2, 2))
-    out_TH = shard.finish(torch.full((1, 2), 7.0))
+    out_TH = finish_restore(torch.full((1, 2), 7.0), rows, cache_MH, begun_TH)
     assert torch.equal(out_TH, torch.tensor([[7.0, 7.0], [1.0, 1.0]])) and torch.equal(cache_MH[0], out_TH[0])
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.freshlane.device import DeviceSelection, restore_padded, run_padded
+from epoch_moe.freshlane.padded import DeviceSelection, restore_padded, run_padded
 from epoch_moe.kernels.compaction import compact
 from epoch_moe.plan.packed import pad_rows
 from epoch_moe.plan.rules import RowClasses, RowPlaces, cached_rows, decide_rows

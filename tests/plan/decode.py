@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache
 
 import pytest
@@ -180,17 +180,16 @@ def check_fresh_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     route, restore, checked = ListedLane.route, ListedLane.restore, []
     inputs: dict[int, Tensor] = {}
 
-    def routed(lane: ListedLane, x_TH: Tensor) -> object:
-        inputs[id(lane)] = x_TH
-        return route(lane, x_TH)
+    def routed(lane: ListedLane, x_BSH: Tensor) -> object:
+        inputs[id(lane)] = x_BSH
+        return route(lane, x_BSH)
 
     def restored(lane: ListedLane, y_RH: Tensor) -> Tensor:
-        out_TH, x_TH = restore(lane, y_RH), inputs.pop(id(lane))
-        groups = lane.rows.places.groups
-        dense = DenseLane(replace(lane.visit, forward=None), (groups, x_TH.shape[0] // groups))
-        want_TH = dense.restore(dense.run(*dense.route(x_TH)))
-        checked.append(lane.rows.num_fresh)
-        assert relative_error(out_TH[lane.rows.fresh_R], want_TH[lane.rows.fresh_R]) < 1e-5
+        out_TH, rows = restore(lane, y_RH), lane.step.rows
+        dense = DenseLane(**{**{f.name: getattr(lane, f.name) for f in fields(DenseLane)}, "forward": None})
+        want_TH = dense.restore(dense.run(*dense.route(inputs.pop(id(lane)))))
+        checked.append(rows.num_fresh)
+        assert relative_error(out_TH[rows.fresh_R], want_TH[rows.fresh_R]) < 1e-5
         return out_TH
 
     monkeypatch.setattr(ListedLane, "route", routed)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from epoch_moe.block import BlockSpec
 from epoch_moe.families import llada2, llada_moe
+from epoch_moe.spec import BlockSpec
 
 Describe = Callable[[nn.Module], BlockSpec | None]
 

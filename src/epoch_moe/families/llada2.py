@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from epoch_moe.block import BlockSpec
 from epoch_moe.experts.layouts import SHAPES, find_experts
 from epoch_moe.routing import RouterSpec
+from epoch_moe.spec import BlockSpec
 
 SHAPE = (
     f"a module with {SHAPES}, and `gate` with `weight` [experts, hidden], `expert_bias` [experts], `top_k`, "

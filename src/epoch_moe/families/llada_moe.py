@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from epoch_moe.block import BlockSpec
 from epoch_moe.experts.layouts import SHAPES, find_experts
 from epoch_moe.routing import RouterSpec
+from epoch_moe.spec import BlockSpec
 
 SHAPE = (
     f"a module with {SHAPES}, `gate` (Linear hidden -> experts, no bias), `top_k` and `expert_bias` (None or "

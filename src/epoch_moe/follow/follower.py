@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.follow.report import FollowedForward, PlanReport
-from epoch_moe.follow.transitions import Decision, Hints, Seen, Tracker
+from epoch_moe.follow.transitions import Hints, Seen, Taken, Tracker
 from epoch_moe.follow.watch import Watch
 from epoch_moe.plan.context import BlockPlanContext
 from epoch_moe.plan.patched import Patched
@@ -83,20 +83,17 @@ class Follower:
             return  # somebody's own plan
         if reason := self._untouched(module):
             self._drop()
-            self._note(Decision("dense", reason))
+            self._note(Taken("dense", reason))
             return
         seen, shape_BS, reason = _read(module, args, kwargs)
-        mask_id = self._mask_id(module)
-        if not reason and mask_id is None:
-            reason = "mask_token_id"
-        if reason:
+        tracker = self._track(module)
+        if seen is None or tracker is None:
             self._drop()
-            decision = Decision("dense", reason)
+            taken = Taken("dense", reason or "mask_token_id")
         else:
-            assert seen is not None and mask_id is not None
-            decision = self._track(module, mask_id).observe(replace(seen, changed=self._changed(module)))
-        self._note(decision)
-        context = self._open(decision, None if shape_BS is None else shape_BS.to(_device(module, shape_BS)))
+            taken = tracker.observe(replace(seen, changed=self._changed(module)))
+        self._note(taken)
+        context = self._open(taken, None if shape_BS is None else shape_BS.to(_device(module, shape_BS)))
         if context is not None:
             context.__enter__()
             self._running, self._forward = context, slot.active
@@ -121,11 +118,11 @@ class Follower:
             return "ranks"
         return "gradients" if torch.is_grad_enabled() else "training" if module.training else ""
 
-    def _note(self, decision: Decision) -> None:
-        self._kinds[decision.kind] += 1
-        self._forwards.append(FollowedForward(decision.kind, decision.reason))
-        if decision.reason:
-            self._context.counters.fallbacks[decision.reason] += 1
+    def _note(self, taken: Taken) -> None:
+        self._kinds[taken.kind] += 1
+        self._forwards.append(FollowedForward(taken.kind, taken.reason))
+        if taken.reason:
+            self._context.counters.fallbacks[taken.reason] += 1
 
     def _changed(self, module: nn.Module) -> bool:
         """Whether the model is another one than at the last forward that was looked at."""
@@ -138,26 +135,26 @@ class Follower:
         self._watch, self._experts = Watch(module, sampled), experts
         return True
 
-    def _open(self, decision: Decision, shape_BS: Tensor | None) -> AbstractContextManager[None] | None:
+    def _open(self, taken: Taken, shape_BS: Tensor | None) -> AbstractContextManager[None] | None:
         """The context of a forward, not entered yet; None where there is nothing to count its rows by."""
         context = self._context
-        if decision.kind == "dense":
+        if taken.kind == "dense":
             context.end_block()
             return None if shape_BS is None else context.prefill(shape_BS)
-        assert shape_BS is not None and decision.live_BS is not None
+        assert shape_BS is not None and taken.live_BS is not None
         assert self._tracker is not None and context.config is not None
-        if decision.cold:
+        if taken.cold:
             pool = self._patched.routing_block
             # Rows that share a pool of experts with the block change with it.
-            constant = decision.constant and (pool is None or decision.begin % pool == 0)
+            constant = taken.constant and (pool is None or taken.begin % pool == 0)
             context.begin_block(
                 batch=shape_BS.shape[0],
                 window=shape_BS.shape[1],
-                prefix=decision.begin,
-                future=shape_BS.shape[1] - decision.end,
+                prefix=taken.begin,
+                future=shape_BS.shape[1] - taken.end,
                 prefix_constant=constant,
             )
-        live_BS = decision.live_BS.to(shape_BS.device)
+        live_BS = taken.live_BS.to(shape_BS.device)
         return context.iteration(shape_BS, mask_id=self._tracker.mask_id, live_BN=live_BS)
 
     def _drop(self) -> None:
@@ -178,18 +175,17 @@ class Follower:
             running.__exit__(ForwardFailed, ForwardFailed(), None)
         self._drop()
 
-    def _track(self, module: nn.Module, mask_id: int) -> Tracker:
-        if self._tracker is None or self._tracker.mask_id != mask_id:
-            length = getattr(getattr(module, "config", None), "block_length", None)
-            known = Hints(block_length=length if isinstance(length, int) and length > 0 else None)
-            self._tracker = Tracker(mask_id, self.hints.or_else(known))
+    def _track(self, module: nn.Module) -> Tracker | None:
+        """What follows the ids; None where the mask token is not known."""
+        config = getattr(module, "config", None)
+        length = getattr(config, "block_length", None)
+        own = Hints(getattr(config, "mask_token_id", None), length if isinstance(length, int) and length > 0 else None)
+        hints = self.hints.or_else(own)
+        if not isinstance(hints.mask_token_id, int):
+            return None
+        if self._tracker is None or self._tracker.mask_id != hints.mask_token_id:
+            self._tracker = Tracker(hints.mask_token_id, hints)
         return self._tracker
-
-    def _mask_id(self, module: nn.Module) -> int | None:
-        if self.hints.mask_token_id is not None:
-            return self.hints.mask_token_id
-        value = getattr(getattr(module, "config", None), "mask_token_id", None)
-        return value if isinstance(value, int) else None
 
 
 def _read(
@@ -214,8 +210,7 @@ def _read(
     past = 0
     if cache is not None:
         try:
-            weakref.ref(cache)
-            past = int(cache.get_seq_length())
+            cache, past = weakref.ref(cache), int(cache.get_seq_length())
         except (AttributeError, TypeError):
             return None, ids_BS, "cache"
     elif _writes_cache(module, passed.get("use_cache")):

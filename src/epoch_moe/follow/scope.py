@@ -6,14 +6,12 @@ turns. So a patched model outside of these scopes is just the model, and nothing
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from threading import Lock, Thread, current_thread
 from types import MethodType
 from typing import Any
 
@@ -29,20 +27,6 @@ from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.patched import Patched
 from epoch_moe.plan.slot import current_task
 
-_SCOPES: ContextVar[tuple[_Scope, ...]] = ContextVar("epoch_moe_scopes", default=())
-
-
-class _Scope:
-    """An open scope. Threads and tasks that inherit the variable above are not in it."""
-
-    def __init__(self, following: Following, follower: Follower):
-        self.following: Following | None = following  # None: left, maybe where the variable could not be set
-        self.follower, self.owner = follower, (threading.get_ident(), current_task())
-
-    def is_here(self, following: Following) -> bool:
-        """Whether it is this model's, in this thread and task."""
-        return self.following is following and self.owner == (threading.get_ident(), current_task())
-
 
 class Following:
     """What a patched model knows of loops of others: its scopes, and the hooks on its base model that look for one.
@@ -56,58 +40,52 @@ class Following:
 
     def __init__(self, patched: Patched, config: EpochConfig | None, hints: Hints):
         self.patched, self.config, self.hints = patched, config, hints
-        self._open: list[_Scope] = []
-        self._lock = threading.Lock()
+        self._open: dict[tuple[Thread, object], Follower] = {}  # by the thread and the asyncio task that opened it
+        self._lock = Lock()
         self._left: PlanReport | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"patched": self.patched, "config": self.config, "hints": self.hints}
+    def __reduce__(self) -> tuple[type[Following], tuple[Patched, EpochConfig | None, Hints]]:
+        return Following, (self.patched, self.config, self.hints)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    def here(self) -> _Scope | None:
+    def here(self) -> Follower | None:
         """The scope of this thread and task, if one is open."""
-        return next((scope for scope in _SCOPES.get() if scope.is_here(self)), None)
+        return self._open.get((current_thread(), current_task())) if self._open else None
 
     @contextmanager
     def scope(self, hints: Hints) -> Iterator[Follower]:
-        """Open one; the caller has seen to it that none is open here."""
-        scope = _Scope(self, Follower(self.patched, self.config, hints.or_else(self.hints)))
+        """Open one; the caller has seen to it that none is open here. It may be left in another thread."""
+        place, follower = (current_thread(), current_task()), Follower(self.patched, self.config, hints)
         with self.patched.slot.holding("a loop that is followed"):
-            self._open.append(scope)
-            _SCOPES.set((*(other for other in _SCOPES.get() if other.following is not None), scope))
+            self._open[place] = follower
             try:
-                yield scope.follower
+                yield follower
             finally:
-                scope.following = None
-                _SCOPES.set(tuple(other for other in _SCOPES.get() if other.following is not None))
-                scope.follower.close()
                 with self._lock:
-                    self._open.remove(scope)
-                    report = scope.follower.report()
+                    del self._open[place]
+                    follower.close()
+                    report = follower.report()
                     self._left = report if self._left is None else self._left + report
 
     def report(self, *, reset: bool = False) -> PlanReport:
-        """See `plan_report`."""
+        """What was done in all scopes; ``reset``: forget those that have been left."""
         with self._lock:
             sizes = self.patched.bytes_per_expert()
             report = PlanReport(Counters(len(sizes), sizes).read(), {}) if self._left is None else self._left
             if reset:
                 self._left = None
-            for scope in self._open:
-                report = report + scope.follower.report()
+            for follower in self._open.values():
+                report = report + follower.report()
         return report
 
     def before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the base model."""
-        if not torch.compiler.is_compiling() and (scope := self.here()) is not None:
-            scope.follower.before(base, args, kwargs)
+        if not torch.compiler.is_compiling() and (follower := self.here()) is not None:
+            follower.before(base, args, kwargs)
 
     def after(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the base model, called also when the forward raised."""
-        if not torch.compiler.is_compiling() and (scope := self.here()) is not None:
-            scope.follower.after(output)
+        if not torch.compiler.is_compiling() and (follower := self.here()) is not None:
+            follower.after(output)
 
 
 class FollowedGenerate:
@@ -142,7 +120,7 @@ class FollowedGenerate:
         state = None if model is None else model.__dict__.get("_epoch_moe")
         if state is None or state.following.here() is not None:
             return own(*args, **kwargs)
-        with state.following.scope(_hints(own, args, kwargs)):
+        with state.following.scope(_hints(own, args, kwargs).or_else(state.following.hints)):
             return own(*args, **kwargs)
 
     def take_off(self, model: nn.Module) -> None:
@@ -152,15 +130,8 @@ class FollowedGenerate:
         else:
             object.__setattr__(model, "generate", self._before)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedGenerate:
-        model = self._model()
-        return FollowedGenerate(memo.get(id(model), model), copy.deepcopy(self._before, memo))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model(), "before": self._before}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[FollowedGenerate], tuple[Any, Any]]:
+        return FollowedGenerate, (self._model(), self._before)
 
 
 @contextmanager
@@ -219,7 +190,7 @@ def following(
             f"this thread is inside a following() scope, or a generate(), of this {type(model).__name__} already, and "
             "two loops in one scope would be mixed: leave it first"
         )
-    with known.scope(hints) as follower:
+    with known.scope(hints.or_else(known.hints)) as follower:
         yield follower
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Seen:
         ids_BS: int64, on the CPU.
         mask: the attention mask, whatever it is.
         positions: position ids, or None.
-        cache: the K/V cache object, or None.
+        cache: weak reference to the K/V cache object, or None.
         past: rows in it.
         additive: the model is known to read a 4-D mask as additive (or bool, True = attend).
         changed: the model is not what it was at the forward before.
@@ -73,15 +73,15 @@ class Seen:
     ids_BS: Tensor
     mask: Tensor | None = None
     positions: Tensor | None = None
-    cache: Any = None
+    cache: weakref.ref[Any] | None = None
     past: int = 0
     additive: bool = False
     changed: bool = False
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What to do with a forward.
+class Taken:
+    """What a forward is taken for, and so what is done with it.
 
     Attributes:
         kind: what it is. ``"inputs"``: the block goes on, but its attention mask or positions changed. ``"repeat"``:
@@ -106,57 +106,63 @@ class _Kept:
     """A tensor that later forwards are compared with, without reading it again where it is the same object."""
 
     def __init__(self, tensor: Tensor | None):
-        self._tensor, self._version = tensor, None
-        if tensor is None:
-            return
-        if tensor.is_inference():
-            self._copy: Tensor | None = tensor.clone()  # such tensors do not say when they are written to
-        else:
-            self._copy, self._version = None, tensor._version
+        versioned = tensor is not None and not tensor.is_inference()
+        # Tensors of inference mode do not say when they are written to.
+        self._tensor = tensor if versioned or tensor is None else tensor.clone()
+        self._version = tensor._version if versioned and tensor is not None else None
 
     def equals(self, other: Tensor | None) -> bool:
         """Whether ``other`` holds what the kept tensor held (a device sync where it is another object)."""
-        if self._tensor is None or other is None:
-            return self._tensor is None and other is None
-        kept = self._copy
-        if kept is None:
-            if self._tensor._version != self._version:
-                return False
-            if other is self._tensor:
-                return True
-            kept = self._tensor
-        same = kept.shape == other.shape and kept.dtype == other.dtype and kept.device == other.device
-        return same and bool(torch.equal(kept, other))
+        kept = self._tensor
+        if kept is None or other is None:
+            return kept is other
+        if self._version is not None and kept._version != self._version:
+            return False
+        like = kept.shape == other.shape and kept.dtype == other.dtype and kept.device == other.device
+        return kept is other or (like and bool(torch.equal(kept, other)))
 
 
-@dataclass
-class _Block:
-    """The block that the last forward belonged to."""
+class _Place(NamedTuple):
+    """Where a block lies: its rows, and from where the blocks of a fixed canvas are counted."""
 
-    ids_BS: Tensor
+    begin: int = 0
+    end: int = 0
+    origin: int = 0
+    canvas: bool = False
+    constant: bool = False
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward, its rows to be decoded, and MASK rows that stay: the masked prompt of classifier-free guidance."""
+
+    seen: Seen
     masked_BS: Tensor
-    begin: int
-    end: int
-    origin: int  # where the blocks of a fixed canvas are counted from
-    canvas: bool
-    planned: bool  # False: nothing but ids is known, because the forward ran dense
-    constant: bool
-    given_BS: Tensor  # rows that were decoded when the block began
-    fixed_BS: Tensor  # MASK rows that stay: the masked prompt of classifier-free guidance
-    cache: Any
-    past: int
+    fixed_BS: Tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The block that the last forward belonged to.
+
+    Attributes:
+        last: that forward.
+        place: of the block.
+        planned: False: nothing but ``last`` is known, because the forward ran dense.
+        given_BS: rows that were decoded when the block began.
+        mask, positions: that it began with.
+    """
+
+    last: _Forward
+    place: _Place
+    planned: bool
+    given_BS: Tensor
     mask: _Kept
     positions: _Kept
 
-    def same_cache(self, seen: Seen) -> bool:
-        """Whether both forwards use the same cache object, or none."""
-        if self.cache is None or seen.cache is None:
-            return self.cache is None and seen.cache is None
-        return self.cache() is seen.cache
-
     def given_changed(self, seen: Seen) -> bool:
         """Whether a row of the block's beginning holds another token: a prompt is not edited, so it is another one."""
-        return bool(((seen.ids_BS != self.ids_BS) & self.given_BS).any())
+        return bool(((seen.ids_BS != self.last.seen.ids_BS) & self.given_BS).any())
 
 
 class Tracker:
@@ -177,211 +183,175 @@ class Tracker:
         """Forget the current block: the next forward begins a request."""
         self._block = None
 
-    def observe(self, seen: Seen) -> Decision:
+    def observe(self, seen: Seen) -> Taken:
         """Say what this forward is, and remember it."""
         before, self._block = self._block, None
-        masked_BS = seen.ids_BS == self.mask_id
         if seen.ids_BS.numel() == 0:
-            return Decision("dense", "arguments")
+            return Taken("dense", "arguments")
         relation = self._relation(before, seen)
-        fixed_BS = self._fixed_rows(before if relation != "request" else None, masked_BS)
-        masked_BS = masked_BS & ~fixed_BS
-        if not masked_BS.any():
-            return self._without_masks(before, relation, seen, masked_BS, fixed_BS)
+        before = None if relation == "request" else before
+        masked_BS = seen.ids_BS == self.mask_id
+        fixed_BS = _fixed_rows(before, masked_BS)
+        now = _Forward(seen, masked_BS & ~fixed_BS, fixed_BS)
+        if not now.masked_BS.any():
+            return self._without_masks(before if relation == "same" else None, now)
+        if before is None:
+            return self._begin("request", None, now)
         if relation == "copied":
-            assert before is not None and seen.cache is not None
-            cache = weakref.ref(seen.cache)
-            self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS, planned=False, cache=cache)
-            return Decision("dense", "cache_copy")
-        if relation == "same":
-            assert before is not None
-            return self._same_shape(before, seen, masked_BS, fixed_BS)
+            self._block = replace(before, last=now, planned=False)
+            return Taken("dense", "cache_copy")
         if relation == "grown":
-            assert before is not None
             self._learn_from_leaving(before)
             if seen.cache is None:
-                self.learned_length = seen.ids_BS.shape[1] - before.ids_BS.shape[1]
-            return self._begin("block", before, seen, masked_BS, fixed_BS)
-        return self._begin("request", None, seen, masked_BS, fixed_BS)
+                self.learned_length = seen.ids_BS.shape[1] - before.last.seen.ids_BS.shape[1]
+            return self._begin("block", before, now)
+        if (now.masked_BS & ~before.last.masked_BS).any():
+            # Masked again, or another request that looks like this one: a cold pass is right for both.
+            return self._begin("remask", before, now)
+        if not before.planned or before.given_changed(seen):
+            return self._begin("request", before, now)
+        if before.place.canvas and not now.masked_BS[:, : before.place.end].any():
+            self._learn_from_leaving(before)
+            return self._begin("block", before, now)
+        return self._go_on(before, now)
 
     def _relation(self, before: _Block | None, seen: Seen) -> Literal["same", "grown", "copied", "request"]:
         """How a forward's rows relate to those of the one before."""
-        if before is None or before.ids_BS.shape[0] != seen.ids_BS.shape[0]:
+        if before is None or before.last.seen.ids_BS.shape[0] != seen.ids_BS.shape[0]:
             return "request"
-        rows, last = seen.ids_BS.shape[1], before.ids_BS.shape[1]
-        if not before.same_cache(seen):
-            there = None not in (before.cache, seen.cache) and (seen.past, rows) == (before.past, last)
-            kept = there and not ((seen.ids_BS != before.ids_BS) & (before.ids_BS != self.mask_id)).any()
-            return "copied" if kept and not torch.equal(seen.ids_BS, before.ids_BS) else "request"
-        if before.cache is not None:
-            if seen.past != before.past:
-                return "grown" if seen.past > before.past else "request"
-            return "same" if rows == last else "request"
-        if rows < last or not torch.equal(seen.ids_BS[:, : before.begin], before.ids_BS[:, : before.begin]):
+        last, ids_BS = before.last.seen, seen.ids_BS
+        rows, width = ids_BS.shape[1], last.ids_BS.shape[1]
+        was_token_BS = last.ids_BS != self.mask_id
+        if last.cache is not seen.cache:  # one object has one weak reference
+            alike = None not in (last.cache, seen.cache) and (seen.past, rows) == (last.past, width)
+            changed_BS = ids_BS != last.ids_BS if alike else None
+            decoded = changed_BS is not None and changed_BS.any() and not (changed_BS & was_token_BS).any()
+            return "copied" if decoded else "request"
+        if seen.past > last.past:
+            return "grown"
+        begin = before.place.begin
+        if seen.past < last.past or rows < width or not torch.equal(ids_BS[:, :begin], last.ids_BS[:, :begin]):
             return "request"
-        if rows == last:
+        if rows == width:
             return "same"
         # A window that grew by a block of masks, behind rows that are what they were but for decoding and edits.
-        grew = not before.canvas and bool((seen.ids_BS[:, last:] == self.mask_id).all())
-        was_token_BS = before.ids_BS != self.mask_id
-        now_BS = seen.ids_BS[:, :last]
-        lost_BS = was_token_BS & (now_BS == self.mask_id if before.planned else now_BS != before.ids_BS)
+        grew = seen.cache is None and not before.place.canvas and (ids_BS[:, width:] == self.mask_id).all()
+        now_BS = ids_BS[:, :width]
+        lost_BS = was_token_BS & (now_BS == self.mask_id if before.planned else now_BS != last.ids_BS)
         return "grown" if grew and not lost_BS.any() else "request"
 
-    def _fixed_rows(self, before: _Block | None, masked_BS: Tensor) -> Tensor:
-        """MASK rows that are not to be decoded: the prompt of the unconditional half under classifier-free guidance.
-
-        Seen at a request's start only: there that half is nothing but MASK, and no sequence of its own begins so.
-        """
-        fixed_BS = torch.zeros_like(masked_BS)
-        batch, rows = masked_BS.shape
-        if before is not None:
-            shared = min(rows, before.fixed_BS.shape[1])
-            fixed_BS[:, :shared] = before.fixed_BS[:, :shared]
-            return fixed_BS & masked_BS
-        if batch % 2 == 0:
-            first, second = slice(0, batch // 2), slice(batch // 2, batch)
-            for prompted, unprompted in ((first, second), (second, first)):
-                if masked_BS[unprompted].all() and not masked_BS[prompted].all(dim=1).any():
-                    fixed_BS[unprompted] = ~masked_BS[prompted]
-        return fixed_BS
-
-    def _without_masks(
-        self, before: _Block | None, relation: str, seen: Seen, masked_BS: Tensor, fixed_BS: Tensor
-    ) -> Decision:
-        if seen.cache is not None:
-            return Decision("dense", "commit")
-        if before is None or relation != "same":
-            return Decision("dense", "no_mask")
-        if not before.planned:
-            self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS)  # how the window grows still tells
-            return Decision("dense", "no_mask")
-        if before.given_changed(seen):
-            return Decision("dense", "no_mask")
+    def _without_masks(self, before: _Block | None, now: _Forward) -> Taken:
+        """A forward without undecoded rows, of the shape of the one before; None: of another one."""
+        if now.seen.cache is not None:
+            return Taken("dense", "commit")
+        if before is not None and not before.planned:
+            self._block = replace(before, last=now)  # how the window grows still tells
+        if before is None or not before.planned or before.given_changed(now.seen):
+            return Taken("dense", "no_mask")
         # A finished block again: a loop that edits, or asks once more before it moves on. Its logits may all be read.
         if self.hints.editing is None and self.editing is False:
             self.editing = None
-        return self._go_on(before, seen, masked_BS, fixed_BS)
+        return self._go_on(before, now)
 
-    def _same_shape(self, before: _Block, seen: Seen, masked_BS: Tensor, fixed_BS: Tensor) -> Decision:
-        if (masked_BS & ~before.masked_BS).any():
-            # Masked again, or another request that looks like this one: a cold pass is right for both.
-            return self._begin("remask", before, seen, masked_BS, fixed_BS)
-        if not before.planned or before.given_changed(seen):
-            return self._begin("request", before, seen, masked_BS, fixed_BS)
-        if before.canvas and not masked_BS[:, : before.end].any():
-            self._learn_from_leaving(before)
-            return self._begin("block", before, seen, masked_BS, fixed_BS)
-        return self._go_on(before, seen, masked_BS, fixed_BS)
-
-    def _go_on(self, before: _Block, seen: Seen, masked_BS: Tensor, fixed_BS: Tensor) -> Decision:
+    def _go_on(self, before: _Block, now: _Forward) -> Taken:
         """The same block again."""
-        if not torch.equal(seen.ids_BS[:, before.end :], before.ids_BS[:, before.end :]):
-            return Decision("dense", "future")
+        seen, last = now.seen, before.last
+        if not torch.equal(seen.ids_BS[:, before.place.end :], last.seen.ids_BS[:, before.place.end :]):
+            return Taken("dense", "future")
         if not (before.mask.equals(seen.mask) and before.positions.equals(seen.positions)):
-            return self._begin("inputs", before, seen, masked_BS, fixed_BS)
-        edited_BS = (seen.ids_BS != before.ids_BS) & ~before.masked_BS
+            return self._begin("inputs", before, now)
+        edited_BS = (seen.ids_BS != last.seen.ids_BS) & ~last.masked_BS
         kind: Kind = "model" if seen.changed else "edit" if edited_BS.any() else "iteration"
-        if torch.equal(seen.ids_BS, before.ids_BS):
+        if torch.equal(seen.ids_BS, last.seen.ids_BS):
             kind = "repeat"
-        elif kind == "edit" and self._is_another_request(before, masked_BS, edited_BS):
+        elif kind == "edit" and self._is_another_request(before, now.masked_BS, edited_BS):
             kind = "request"
+            if self.editing is False:
+                self.editing = self.hints.editing
         elif kind == "edit":
             self.editing = True
-        self._block = replace(before, ids_BS=seen.ids_BS, masked_BS=masked_BS, fixed_BS=fixed_BS)
-        return self._decision(kind, cold=kind not in ("edit", "iteration"))
+        self._block = replace(before, last=now)
+        return self._planned(self._block, kind, cold=kind not in ("edit", "iteration"))
 
     def _is_another_request(self, before: _Block, masked_BS: Tensor, edited_BS: Tensor) -> bool:
         """Whether tokens that were replaced tell of another request with this prompt, rather than of a loop that edits.
 
         A loop that edits decodes a position as well, while there is one, and replaces the lesser part of its tokens.
         """
-        if self.editing is False:
-            self.editing = self.hints.editing
-            return True
-        most_B = 2 * edited_BS.sum(1) >= (~before.masked_BS & ~before.given_BS).sum(1)
-        stuck_B = masked_BS.any(1) & (masked_BS == before.masked_BS).all(1)
-        return bool((edited_BS.any(1) & (most_B | stuck_B)).any())
+        was_masked_BS = before.last.masked_BS
+        most_B = 2 * edited_BS.sum(1) >= (~was_masked_BS & ~before.given_BS).sum(1)
+        stuck_B = masked_BS.any(1) & (masked_BS == was_masked_BS).all(1)
+        return self.editing is False or bool((edited_BS.any(1) & (most_B | stuck_B)).any())
 
-    def _begin(
-        self, kind: Kind, before: _Block | None, seen: Seen, masked_BS: Tensor, fixed_BS: Tensor
-    ) -> Decision:
+    def _begin(self, kind: Kind, before: _Block | None, now: _Forward) -> Taken:
         """A plan that begins with this forward; dense where the block's place is not known."""
-        place = self._place(kind, before, seen, masked_BS)
-        begin, end, origin, canvas, constant, reason = place
-        given_BS = ~masked_BS
+        place, reason = self._place(kind, before, now)
+        given_BS = ~now.masked_BS
         if before is not None and before.planned and kind in ("remask", "inputs"):
             given_BS = given_BS & before.given_BS
-        cache = None
-        if seen.cache is not None:
-            cache = weakref.ref(seen.cache)
-        planned = reason == ""
-        self._block = _Block(
-            seen.ids_BS, masked_BS, begin, end, origin, canvas, planned, constant, given_BS, fixed_BS, cache, seen.past,
-            _Kept(seen.mask if planned else None), _Kept(seen.positions if planned else None),
-        )  # fmt: skip
-        return self._decision(kind, cold=True) if planned else Decision("dense", reason)
+        mask, positions = (None, None) if reason else (now.seen.mask, now.seen.positions)
+        self._block = _Block(now, place, not reason, given_BS, _Kept(mask), _Kept(positions))
+        return Taken("dense", reason) if reason else self._planned(self._block, kind, cold=True)
 
-    def _decision(self, kind: Kind, *, cold: bool) -> Decision:
-        block = self._block
-        assert block is not None
-        live_BS = block.masked_BS.clone()
-        live_BS[:, block.end :] = False
+    def _planned(self, block: _Block, kind: Kind, *, cold: bool) -> Taken:
+        """A forward of this block, planned: undecoded rows are live, and decoded ones where they may change."""
+        live_BS, (begin, end, *_) = block.last.masked_BS.clone(), block.place
+        live_BS[:, end:] = False
         if self.editing is not False:
-            inside_BS = torch.zeros_like(live_BS)
-            inside_BS[:, block.begin : block.end] = True
-            live_BS = live_BS | (inside_BS & ~block.given_BS)
-        return Decision(kind, "", cold, block.begin, block.end, block.constant, live_BS)
+            live_BS[:, begin:end] |= ~block.given_BS[:, begin:end]
+        return Taken(kind, "", cold, begin, end, block.place.constant, live_BS)
 
     def _learn_from_leaving(self, before: _Block) -> None:
         """A loop that leaves a block which still had masks when it was last looked at reads no decoded row's logits."""
-        left = before.masked_BS[:, before.begin : before.end].any()
-        if before.planned and before.cache is None and self.editing is None and left:
+        left = before.last.masked_BS[:, before.place.begin : before.place.end].any()
+        if before.planned and before.last.seen.cache is None and self.editing is None and left:
             self.editing = False
 
-    def _place(
-        self, kind: Kind, before: _Block | None, seen: Seen, masked_BS: Tensor
-    ) -> tuple[int, int, int, bool, bool, str]:
-        """(begin, end, origin, canvas, constant, reason) of the block that a forward decodes."""
+    def _place(self, kind: Kind, before: _Block | None, now: _Forward) -> tuple[_Place, str]:
+        """Where the block that a forward decodes lies; or a reason why that is not known."""
+        masked_BS, told = now.masked_BS, self.hints.block_length
         rows = masked_BS.shape[1]
-        told = self.hints.block_length
-        if seen.cache is not None:
-            if told is not None and rows > told and not masked_BS[:, : rows - told].any():
-                return 0, 0, 0, False, False, "lead"
-            return 0, rows, 0, False, False, ""
-        columns = masked_BS.any(dim=0)
-        first = int(columns.to(torch.uint8).argmax())
-        visible_SS = _visible(seen, rows)
-        begin, end, origin, canvas = 0, 0, 0, False
-        shown = _block_in_mask(visible_SS, first)
-        length = told or self.learned_length
-        if shown is not None and (told is None or told == shown[1] - shown[0]):
-            begin, end = shown
-            origin, canvas = begin, end < rows
+        if now.seen.cache is not None:
+            lead = told is not None and rows > told and not masked_BS[:, : rows - told].any()
+            return (_Place(), "lead") if lead else (_Place(0, rows), "")
+        first = int(masked_BS.any(dim=0).to(torch.uint8).argmax())
+        visible_SS = _visible(now.seen, rows)
+        shown, length = _block_in_mask(visible_SS, first), told or self.learned_length
+        canvas = before.place if before is not None and before.place.canvas else None
+        if shown is not None and told in (None, shown[1] - shown[0]):
+            place = _Place(*shown, origin=shown[0], canvas=shown[1] < rows)
         elif length is None and visible_SS is not None:
-            begin, end = 0, rows  # a mask that hides nothing: all rows are one block
-        elif length is None:
-            return 0, 0, 0, False, False, "block_length"
-        elif kind == "block" and before is not None and not before.canvas:
-            begin = max(rows - length, 0) if told is not None else before.ids_BS.shape[1]
-            end = rows
-        elif first >= rows - length and not (before is not None and before.canvas):
-            begin, end = max(rows - length, 0), rows
+            place = _Place(0, rows)  # a mask that hides nothing: all rows are one block
+        elif length is not None and canvas is None and (kind == "block" or first >= rows - length):
+            place = _Place(max(rows - length, 0), rows)
         elif told is None:
-            return 0, 0, 0, False, False, "block_length"
+            return _Place(), "block_length"
         else:
-            canvas = True
+            origin = first if canvas is None else min(canvas.origin, first)
             starts = masked_BS.to(torch.uint8).argmax(dim=1)[masked_BS.any(dim=1)]
-            if before is not None and before.canvas and first >= before.origin:
-                origin = before.origin
-            elif bool((starts != first).any()):
-                return 0, 0, 0, False, False, "ragged"
-            else:
-                origin = first
+            if (canvas is None or first < canvas.origin) and (starts != first).any():
+                return _Place(), "ragged"
             begin = origin + (first - origin) // told * told
-            end = min(begin + told, rows)
-        constant = visible_SS is not None and _hides(visible_SS, begin)
-        return begin, end, origin, canvas, constant, ""
+            place = _Place(begin, min(begin + told, rows), origin, canvas=True)
+        return place._replace(constant=visible_SS is not None and _hides(visible_SS, place.begin)), ""
+
+
+def _fixed_rows(before: _Block | None, masked_BS: Tensor) -> Tensor:
+    """MASK rows that are not to be decoded: the prompt of the unconditional half under classifier-free guidance.
+
+    Seen at a request's start only: there that half is nothing but MASK, and no sequence of its own begins so.
+    """
+    fixed_BS = torch.zeros_like(masked_BS)
+    batch, rows = masked_BS.shape
+    if before is not None:
+        shared = min(rows, before.last.fixed_BS.shape[1])
+        fixed_BS[:, :shared] = before.last.fixed_BS[:, :shared]
+    elif batch % 2 == 0:
+        halves = slice(0, batch // 2), slice(batch // 2, batch)
+        for prompted, unprompted in (halves, halves[::-1]):
+            if masked_BS[unprompted].all() and not masked_BS[prompted].all(dim=1).any():
+                fixed_BS[unprompted] = ~masked_BS[prompted]
+    return fixed_BS & masked_BS
 
 
 def _visible(seen: Seen, rows: int) -> Tensor | None:

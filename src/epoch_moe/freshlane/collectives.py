@@ -117,43 +117,43 @@ class Ranks:
     ) -> Pending:
         """Start an exchange of rows: ``send[p]`` of them, in rank order, go to rank p (None: equal shares)."""
         count = rows.shape[0] if receive is None else sum(receive)
-        out = rows.new_empty((count, *rows.shape[1:]))
         receive, send = (None if s is None else list(s) for s in (receive, send))
-        if self.world == 1:
-            out.copy_(rows)
-            return Pending(None, name, lambda: finish(out))
-        rows = rows.contiguous()
 
-        def start() -> Any:
+        def start(out: Tensor, rows: Tensor) -> Any:
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
-        work = _named(name, start)
-
-        def done() -> Any:
-            _ = rows  # what is being sent must outlive the exchange
-            return finish(out)
-
-        return Pending(work, name, done)
+        return self._start(rows, count, start, name, finish)
 
     def all_gather(
         self, rows: Tensor, name: str, finish: Callable[[Tensor], Any] = lambda out: out
     ) -> Pending:
         """Start collecting the ranks' equally many rows, in rank order."""
-        out = rows.new_empty((self.world * rows.shape[0], *rows.shape[1:]))
+        # torch 2.13 renamed it and warns about the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+        def start(out: Tensor, rows: Tensor) -> Any:
+            return gather(out, rows, group=self.group, async_op=True)
+
+        return self._start(rows, self.world * rows.shape[0], start, name, finish)
+
+    def _start(
+        self,
+        rows: Tensor,
+        count: int,
+        start: Callable[[Tensor, Tensor], Any],
+        name: str,
+        finish: Callable[[Tensor], Any],
+    ) -> Pending:
+        """Begin a collective ``start(out, rows)`` that turns ``rows`` into ``count`` rows."""
+        out = rows.new_empty((count, *rows.shape[1:]))
         if self.world == 1:
             out.copy_(rows)
             return Pending(None, name, lambda: finish(out))
         rows = rows.contiguous()
-        # torch 2.13 renamed it and warns about the old name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-        def start() -> Any:
-            return gather(out, rows, group=self.group, async_op=True)
-
-        work = _named(name, start)
+        work = _named(name, lambda: start(out, rows))
 
         def done() -> Any:
-            _ = rows
+            _ = rows  # what is being sent must outlive the exchange
             return finish(out)
 
         return Pending(work, name, done)

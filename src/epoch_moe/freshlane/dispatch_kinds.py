@@ -11,17 +11,19 @@ E experts, e = E / P experts of a rank, C capacity, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.freshlane.collectives import ExpertParallelError, Pending, Ranks
 from epoch_moe.routing import NO_EXPERT
 from epoch_moe.worklist import tree_sum
 
-RowLayout = Literal["local", "sharded", "replicated"]
-ROW_LAYOUTS: tuple[RowLayout, ...] = get_args(RowLayout)
+KindName = Literal["local", "sharded", "replicated"]
+GROUP_KINDS: tuple[KindName, ...] = ("sharded", "replicated")
+"""Those over a group of ranks."""
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,22 @@ class DispatchHandle:
         num_rows: R.
         arrived: N, the rows that `combine` takes.
         dtype: torch.dtype of the rows, and of what `combine` returns.
-        needed_PR: bool ``[P,R]``, whether rank p has a pair of row r; None for the replicated layout.
-        place_PR: int64 ``[P,R]``, where in the exchanged buffer row r's copy for rank p lies (anything where
-            ``needed_PR`` is False); None for the replicated layout.
-        send, receive: rows to and from each rank (host numbers); None with a fixed capacity, and for the replicated
-            layout.
         name: what the dispatch was for, in errors.
+        needed_PR: bool ``[P,R]``, whether rank p has a pair of row r; None where rows do not travel.
+        place_PR: int64 ``[P,R]``, where in the exchanged buffer row r's copy for rank p lies (anything where
+            ``needed_PR`` is False); None where rows do not travel.
+        send, receive: rows to and from each rank (host numbers); None with a fixed capacity, and where rows do not
+            travel.
     """
 
     num_rows: int
     arrived: int
     dtype: torch.dtype
-    needed_PR: Tensor | None
-    place_PR: Tensor | None
-    send: tuple[int, ...] | None
-    receive: tuple[int, ...] | None
     name: str
+    needed_PR: Tensor | None = None
+    place_PR: Tensor | None = None
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,91 +146,54 @@ class Traffic:
     pair_rows: int = 0
 
 
-class DispatchKind(Protocol):
-    """One way to bring rows to their experts and sums back; see `FreshLaneDispatcher` for the arguments.
+class LocalDispatch:
+    """Rows are where their experts are: nothing moves. The kind that the others are made from.
+
+    Args:
+        experts: this rank's.
+        ranks: the group; None: all experts are in this process.
+        traffic: where bytes are counted.
+        capacity: C, of the sharded kind; None: exact counts.
 
     Attributes:
         rows_travel: there is something to wait for between dispatch and the experts.
     """
 
-    rows_travel: bool
+    rows_travel = False
+
+    def __init__(self, experts: ExpertRange, ranks: Ranks | None, traffic: Traffic, capacity: int | None = None):
+        self.experts, self.traffic, self.capacity = experts, traffic, capacity
+        self._ranks = ranks
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group."""
+        assert self._ranks is not None
+        return self._ranks
 
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
         """Start sending rows; the `Pending`'s ``wait()`` gives `Dispatched`, as `FreshLaneDispatcher.dispatch`."""
-        ...
+        ids_NK = self.experts.local(ids_RK, self.experts.first // self.experts.count)
+        ready = Dispatched(
+            x_NH=x_RH,
+            ids_NK=ids_NK,
+            weights_NK=weights_RK.masked_fill(ids_NK == NO_EXPERT, 0.0),
+            own_rows=True,
+            partial=self._ranks is not None,
+            handle=DispatchHandle(num_rows=x_RH.shape[0], arrived=x_RH.shape[0], dtype=x_RH.dtype, name=name),
+        )
+        return Pending(None, name, lambda: ready)
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
         """Start bringing sums back; ``wait()`` gives ``y_RH``, as `FreshLaneDispatcher.combine`."""
-        ...
-
-    def check_capacity(self) -> None:
-        """Raise `ExpertParallelError` where a buffer of fixed size was too small since the last call."""
-        ...
-
-
-def _stay(
-    x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: ExpertRange, name: str, *, partial: bool
-) -> Pending:
-    """`Dispatched` of rows that are where their experts are: N = R."""
-    num_rows = x_RH.shape[0]
-    ids_NK = experts.local(ids_RK, experts.first // experts.count)
-    handle = DispatchHandle(
-        num_rows=num_rows, arrived=num_rows, dtype=x_RH.dtype, needed_PR=None, place_PR=None, send=None, receive=None,
-        name=name,
-    )  # fmt: skip
-    ready = Dispatched(
-        x_NH=x_RH,
-        ids_NK=ids_NK,
-        weights_NK=weights_RK.masked_fill(ids_NK == NO_EXPERT, 0.0),
-        own_rows=True,
-        partial=partial,
-        handle=handle,
-    )
-    return Pending(None, name, lambda: ready)
-
-
-class LocalDispatch:
-    """All experts are in this process: nothing moves.
-
-    Args:
-        experts: all of them.
-    """
-
-    rows_travel = False
-
-    def __init__(self, experts: ExpertRange):
-        self.experts = experts
-
-    def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
-        """See `DispatchKind`."""
-        return _stay(x_RH, ids_RK, weights_RK, self.experts, name, partial=False)
-
-    def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
-        """See `DispatchKind`."""
         return Pending(None, handle.name, lambda: y_NH.to(handle.dtype))
 
     def check_capacity(self) -> None:
-        """Nothing to check: no buffer has a fixed size."""
+        """Raise `ExpertParallelError` where a buffer of fixed size was too small since the last call."""
 
 
-class ReplicatedDispatch:
-    """All ranks have the same rows: no row moves, partial sums are added.
-
-    Args:
-        ranks: the group.
-        experts: this rank's.
-        traffic: where bytes are counted.
-        capacity: None; no row moves.
-    """
-
-    rows_travel = False
-
-    def __init__(self, ranks: Ranks, experts: ExpertRange, traffic: Traffic, capacity: int | None = None):
-        self.ranks, self.experts, self.traffic = ranks, experts, traffic
-
-    def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
-        """See `DispatchKind`."""
-        return _stay(x_RH, ids_RK, weights_RK, self.experts, name, partial=True)
+class ReplicatedDispatch(LocalDispatch):
+    """All ranks have the same rows: no row moves, partial sums are added."""
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
         """Every rank sums a share of the rows over ranks, by `tree_sum`, and the shares are collected.
@@ -237,7 +202,7 @@ class ReplicatedDispatch:
         """
         ranks, num_rows, hidden = self.ranks, handle.num_rows, y_NH.shape[1]
         share = -(-num_rows // ranks.world)
-        padded = torch.nn.functional.pad(y_NH, (0, 0, 0, share * ranks.world - num_rows))
+        padded = F.pad(y_NH, (0, 0, 0, share * ranks.world - num_rows))
         parts = ranks.all_to_all(padded, None, None, f"{handle.name}: sum of partial sums").wait()
         own = tree_sum(parts.view(ranks.world, share, hidden).float()).to(handle.dtype)
         remote = (ranks.world - 1) * share
@@ -245,121 +210,79 @@ class ReplicatedDispatch:
         self.traffic.combine_bytes += remote * hidden * (y_NH.element_size() + own.element_size())
         return ranks.all_gather(own, f"{handle.name}: collection of sums", lambda rows: rows[:num_rows])
 
-    def check_capacity(self) -> None:
-        """Nothing to check: no buffer has a fixed size."""
 
-
-class ShardedDispatch:
-    """Every rank has its own rows, and sends each to the ranks that own its experts.
-
-    Args:
-        ranks: the group.
-        experts: this rank's.
-        traffic: where bytes are counted.
-        capacity: C; None: exact counts.
-    """
+class ShardedDispatch(LocalDispatch):
+    """Every rank has its own rows, and sends each to the ranks that own its experts."""
 
     rows_travel = True
-
-    def __init__(self, ranks: Ranks, experts: ExpertRange, traffic: Traffic, capacity: int | None):
-        self.ranks, self.experts, self.traffic, self.capacity = ranks, experts, traffic, capacity
-        self._overflow: Tensor | None = None
+    _overflow: Tensor | None = None
 
     def dispatch(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, name: str) -> Pending:
-        """See `DispatchKind`."""
+        """Each row once to every rank that owns one of its experts; the rows that arrive are those of all ranks."""
         owner_RK = self.experts.owner(ids_RK)
-        rank_P11 = torch.arange(self.ranks.world, device=ids_RK.device)[:, None, None]
-        needed_PR = (owner_RK == rank_P11).any(dim=-1)
+        rank_P1 = torch.arange(self.ranks.world, device=ids_RK.device).unsqueeze(1)
+        needed_PR = (owner_RK == rank_P1.unsqueeze(2)).any(dim=-1)
+        send: tuple[int, ...] | None = None
+        receive: tuple[int, ...] | None = None
         if self.capacity is None:
-            return self._dispatch_exact(x_RH, ids_RK, weights_RK, owner_RK, needed_PR, name)
-        return self._dispatch_fixed(x_RH, ids_RK, weights_RK, needed_PR, self.capacity, name)
-
-    def _dispatch_exact(
-        self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, owner_RK: Tensor, needed_PR: Tensor, name: str
-    ) -> Pending:
-        ranks, num_rows = self.ranks, x_RH.shape[0]
-        send_P = needed_PR.sum(dim=1)
-        receive_P = ranks.all_to_all(send_P, None, None, f"{name}: exchange of row counts").wait()
-        pairs = ((owner_RK >= 0) & (owner_RK != ranks.rank)).sum().expand_as(send_P)
-        send, receive, (pair_rows, *_) = torch.stack([send_P, receive_P, pairs]).tolist()  # the one host sync
-        place_PR = needed_PR.reshape(-1).cumsum(0).view_as(needed_PR) - 1
-        # Where it is True, ascending: how many that are is known, so that nonzero() need not wait for it.
-        flat_D = torch.nonzero_static(needed_PR.reshape(-1), size=sum(send)).squeeze(1)
-        row_D, rank_D = flat_D % max(num_rows, 1), flat_D // max(num_rows, 1)
-        ids_DK = self.experts.local(ids_RK[row_D], rank_D.unsqueeze(1))
-        payload = _pack(x_RH[row_D], ids_DK, weights_RK[row_D])
-        remote = sum(send) - send[ranks.rank]
-        traffic = self.traffic
-        traffic.count_bytes += (ranks.world - 1) * send_P.element_size()
-        traffic.dispatch_rows += remote
-        traffic.dispatch_bytes += remote * payload.shape[1]
-        traffic.pair_rows += pair_rows
-        handle = DispatchHandle(
-            num_rows=num_rows,
-            arrived=sum(receive),
-            dtype=x_RH.dtype,
-            needed_PR=needed_PR,
-            place_PR=place_PR,
-            send=tuple(send),
-            receive=tuple(receive),
-            name=name,
-        )
-        return self._exchange(payload, x_RH, ids_RK.shape[1], handle)
-
-    def _dispatch_fixed(
-        self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, needed_PR: Tensor, capacity: int, name: str
-    ) -> Pending:
-        ranks, num_rows, device = self.ranks, x_RH.shape[0], x_RH.device
-        places = ranks.world * capacity  # of the buffer that is sent
-        turn_PR = needed_PR.cumsum(dim=1) - 1
-        fits_PR = needed_PR & (turn_PR < capacity)
-        over = (needed_PR & ~fits_PR).any()
-        self._overflow = over if self._overflow is None else self._overflow | over
-        first_P1 = torch.arange(ranks.world, device=device).unsqueeze(1) * capacity
-        place_PR = torch.where(fits_PR, first_P1 + turn_PR, places)  # the last one is thrown away
-        row_PR = torch.arange(num_rows, device=device).expand_as(place_PR)
-        row_D = torch.full((places + 1,), num_rows, device=device).scatter_(
-            0, place_PR.reshape(-1), row_PR.reshape(-1)
-        )[:places]
-        # One row more than there are, for unused places: zeros without an expert.
-        x_more = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[1])])
-        ids_more = torch.cat([ids_RK, ids_RK.new_full((1, ids_RK.shape[1]), NO_EXPERT)])
-        weights_more = torch.cat([weights_RK, weights_RK.new_zeros(1, weights_RK.shape[1])])
-        rank_D1 = torch.arange(ranks.world, device=device).repeat_interleave(capacity).unsqueeze(1)
-        payload = _pack(x_more[row_D], self.experts.local(ids_more[row_D], rank_D1), weights_more[row_D])
-        remote = (ranks.world - 1) * capacity
+            send, receive = self._exchange_counts(needed_PR, owner_RK, name)
+            places, arrived, remote = sum(send), sum(receive), sum(send) - send[self.ranks.rank]
+            place_PR = needed_PR.reshape(-1).cumsum(0).view_as(needed_PR) - 1
+        else:
+            places = arrived = self.ranks.world * self.capacity
+            remote = places - self.capacity
+            turn_PR = needed_PR.cumsum(dim=1) - 1
+            over = (needed_PR & (turn_PR >= self.capacity)).any()
+            self._overflow = over if self._overflow is None else self._overflow | over
+            needed_PR = needed_PR & (turn_PR < self.capacity)
+            place_PR = rank_P1 * self.capacity + turn_PR
+        payload = self._fill(x_RH, ids_RK, weights_RK, torch.where(needed_PR, place_PR, places), places)
         self.traffic.dispatch_rows += remote
         self.traffic.dispatch_bytes += remote * payload.shape[1]
         handle = DispatchHandle(
-            num_rows=num_rows,
-            arrived=places,
-            dtype=x_RH.dtype,
-            needed_PR=fits_PR,
-            place_PR=place_PR.clamp_max(places - 1),
-            send=None,
-            receive=None,
-            name=name,
-        )
-        return self._exchange(payload, x_RH, ids_RK.shape[1], handle)
+            num_rows=x_RH.shape[0], arrived=arrived, dtype=x_RH.dtype, name=name,
+            needed_PR=needed_PR, place_PR=place_PR, send=send, receive=receive,
+        )  # fmt: skip
 
-    def _exchange(self, payload: Tensor, x_RH: Tensor, top_k: int, handle: DispatchHandle) -> Pending:
         def unpack(received: Tensor) -> Dispatched:
-            x_NH, ids_NK, weights_NK = _unpack(received, x_RH.shape[1], x_RH.dtype, top_k)
+            x_NH, ids_NK, weights_NK = _unpack(received, x_RH.shape[1], x_RH.dtype, ids_RK.shape[1])
             return Dispatched(
                 x_NH=x_NH, ids_NK=ids_NK, weights_NK=weights_NK, own_rows=False, partial=True, handle=handle
             )
 
-        return self.ranks.all_to_all(
-            payload, handle.send, handle.receive, f"{handle.name}: dispatch of rows", unpack
-        )
+        return self.ranks.all_to_all(payload, send, receive, f"{name}: dispatch of rows", unpack)
+
+    def _exchange_counts(
+        self, needed_PR: Tensor, owner_RK: Tensor, name: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows to and from each rank. The one host sync."""
+        ranks, send_P = self.ranks, needed_PR.sum(dim=1)
+        receive_P = ranks.all_to_all(send_P, None, None, f"{name}: exchange of row counts").wait()
+        pairs = ((owner_RK >= 0) & (owner_RK != ranks.rank)).sum().expand_as(send_P)
+        send, receive, (pair_rows, *_) = torch.stack([send_P, receive_P, pairs]).tolist()
+        self.traffic.count_bytes += (ranks.world - 1) * send_P.element_size()
+        self.traffic.pair_rows += pair_rows
+        return tuple(send), tuple(receive)
+
+    def _fill(
+        self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, place_PR: Tensor, places: int
+    ) -> Tensor:
+        """The buffer that is sent: rows at their places; zeros without an expert at unused ones."""
+        world, num_rows = place_PR.shape
+        copy_PR = torch.arange(world * num_rows, device=x_RH.device)
+        # The last place is thrown away, and what no copy of a row goes to becomes one row more than there are.
+        copy_D = torch.full((places + 1,), world * num_rows, device=x_RH.device)
+        copy_D = copy_D.scatter_(0, place_PR.reshape(-1), copy_PR)[:places]
+        rank_D, row_D = copy_D // max(num_rows, 1), copy_D % max(num_rows, 1)
+        if self.capacity is not None:
+            row_D = torch.where(rank_D < world, row_D, num_rows)
+            x_RH, weights_RK = F.pad(x_RH, (0, 0, 0, 1)), F.pad(weights_RK, (0, 0, 0, 1))
+            ids_RK = F.pad(ids_RK, (0, 0, 0, 1), value=NO_EXPERT)
+        return _pack(x_RH[row_D], self.experts.local(ids_RK[row_D], rank_D.unsqueeze(1)), weights_RK[row_D])
 
     def combine(self, y_NH: Tensor, handle: DispatchHandle) -> Pending:
-        """See `DispatchKind`."""
-        remote = (
-            (self.ranks.world - 1) * (self.capacity or 0)
-            if handle.receive is None
-            else sum(handle.receive) - handle.receive[self.ranks.rank]
-        )
+        """Partial sums to the ranks that their rows came from, where `tree_sum` adds them."""
+        remote = handle.arrived - (handle.receive[self.ranks.rank] if handle.receive else self.capacity or 0)
         self.traffic.combine_rows += remote
         self.traffic.combine_bytes += remote * y_NH.shape[1] * y_NH.element_size()
 
@@ -375,7 +298,7 @@ class ShardedDispatch:
         )
 
     def check_capacity(self) -> None:
-        """Raise where rows did not fit; see `FreshLaneDispatcher.check_capacity`."""
+        """Raise where rows did not fit; one host sync, with a capacity."""
         over, self._overflow = self._overflow, None
         if over is not None and bool(over):
             raise ExpertParallelError(
@@ -384,8 +307,11 @@ class ShardedDispatch:
             )
 
 
-KINDS: dict[RowLayout, Any] = {"sharded": ShardedDispatch, "replicated": ReplicatedDispatch}
-"""The kinds over a group, made from (ranks, experts, traffic, capacity)."""
+KINDS: dict[KindName, type[LocalDispatch]] = {
+    "local": LocalDispatch,
+    "sharded": ShardedDispatch,
+    "replicated": ReplicatedDispatch,
+}
 
 
 def _pack(x_DH: Tensor, ids_DK: Tensor, weights_DK: Tensor) -> Tensor:

@@ -36,13 +36,10 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.collectives import Pending, Ranks
 from epoch_moe.freshlane.dispatch_kinds import (
     KINDS,
-    ROW_LAYOUTS,
     Dispatched,
     DispatchHandle,
-    DispatchKind,
     ExpertRange,
-    LocalDispatch,
-    RowLayout,
+    KindName,
     Traffic,
 )
 from epoch_moe.freshlane.shared_support import SharedSupport
@@ -85,11 +82,11 @@ class FreshLaneDispatcher(nn.Module):
     """
 
     def __init__(
-        self, num_experts: int, group: Any = None, *, layout: RowLayout = "sharded", capacity: int | None = None
+        self, num_experts: int, group: Any = None, *, layout: KindName = "sharded", capacity: int | None = None
     ):
         super().__init__()
         whole("num_experts", num_experts, "of a layer", least=1)
-        choice("layout", layout, ROW_LAYOUTS)
+        choice("layout", layout, tuple(KINDS))
         if capacity is not None:
             whole("capacity", capacity, "rows per pair of ranks", least=1)
             if layout != "sharded":
@@ -100,11 +97,7 @@ class FreshLaneDispatcher(nn.Module):
         self.ranks = None if layout == "local" else group if isinstance(group, Ranks) else Ranks(group)
         self.range = ExpertRange.of(num_experts, self.ranks)
         self.traffic = Traffic()
-        self.kind: DispatchKind
-        if self.ranks is None:
-            self.kind = LocalDispatch(self.range)
-        else:
-            self.kind = KINDS[layout](self.ranks, self.range, self.traffic, capacity)
+        self.kind = KINDS[layout](self.range, self.ranks, self.traffic, capacity)
 
     @property
     def num_experts(self) -> int:
@@ -238,9 +231,6 @@ class FreshLaneDispatcher(nn.Module):
             f"{here.stop - 1} of {self.range.total} only, and its group of processes. Use the checkpoint "
             "that the model comes from, or a model loaded without ep_group"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FreshLaneDispatcher:
-        return self.__reduce__()[0](*self.__reduce__()[1])  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.ranks is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from epoch_moe.config import EpochConfig
 from epoch_moe.freshlane.agreement import plan_number
 from epoch_moe.freshlane.collectives import ExpertParallelError, Ranks
-from epoch_moe.freshlane.dispatch_kinds import RowLayout
+from epoch_moe.freshlane.dispatch_kinds import KindName
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.plan.turns import Turn
 
@@ -46,7 +46,7 @@ class ExpertParallel:
         num_experts: int,
         group: Any,
         *,
-        layout: RowLayout = "sharded",
+        layout: KindName = "sharded",
         capacity: int | None = None,
         describe: Callable[[], dict[str, str]] = dict,
     ):
@@ -63,7 +63,7 @@ class ExpertParallel:
         return self.dispatcher.ranks
 
     @property
-    def layout(self) -> RowLayout:
+    def layout(self) -> KindName:
         """How rows lie over ranks: ``"sharded"`` or ``"replicated"``."""
         return self.dispatcher.layout
 

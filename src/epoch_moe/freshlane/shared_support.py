@@ -6,6 +6,7 @@ Shape suffixes: W voting rows of this rank, E experts.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epoch_moe.freshlane.collectives import Ranks
@@ -24,16 +25,12 @@ class SharedSupport:
 
     def gather(self, selection_WE: Tensor, weights_WE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All ranks' voting rows in rank order: their scores, weights, and which of the rows are there (padding)."""
-        count = selection_WE.new_tensor([selection_WE.shape[0]], dtype=torch.int64)
-        most = int(self.ranks.maximum(count, f"{self.name}: number of voting rows"))
-        pad = (0, 0, 0, most - selection_WE.shape[0])
-        here_W1 = torch.nn.functional.pad(torch.ones_like(selection_WE[:, :1]), pad)
-        rows = torch.cat(
-            [torch.nn.functional.pad(part, pad) for part in (selection_WE, weights_WE)] + [here_W1], dim=1
-        )
-        everyone = self.ranks.all_gather(rows, f"{self.name}: scores of voting rows").wait()
-        num_experts = selection_WE.shape[1]
-        return everyone[:, :num_experts], everyone[:, num_experts : 2 * num_experts], everyone[:, -1] > 0
+        rows, experts = selection_WE.shape
+        most = int(self.ranks.maximum(selection_WE.new_tensor([rows], dtype=torch.int64), f"{self.name}: voting rows"))
+        own = torch.cat([selection_WE, weights_WE, torch.ones_like(selection_WE[:, :1])], dim=1)
+        own = F.pad(own, (0, 0, 0, most - rows))
+        everyone = self.ranks.all_gather(own, f"{self.name}: scores of voting rows").wait()
+        return everyone[:, :experts], everyone[:, experts:-1], everyone[:, -1] > 0
 
     def union(self, experts_E: Tensor) -> Tensor:
         """Experts that any rank named: bool ``[E]``."""

@@ -52,26 +52,24 @@ def router_spec(config: Mapping[str, Any] | Any) -> RouterSpec:
     Raises:
         ValueError: another kind of model, or a value that these routers do not have; the message names key and value.
     """
-    if isinstance(config, Mapping):
-        values: Mapping[str, Any] = config
-    else:
-        values = {name: getattr(config, name, None) for name in _KEYS}
+    def given(name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
     def number(name: str) -> int:
-        value = values.get(name)
+        value = given(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: expected a whole number, as a {model_type} model's configuration has")
         return value
 
     def only(name: str, *allowed: Any) -> None:
-        if values.get(name) is not None and values.get(name) not in allowed:
-            raise ValueError(f"{name}={values.get(name)!r}: expected {' or '.join(map(repr, allowed))}")
+        if (value := given(name)) is not None and value not in allowed:
+            raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, allowed))}")
 
-    model_type = values.get("model_type")
+    model_type = given("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r}: expected one of {', '.join(map(repr, MODEL_TYPES))}")
     only("hidden_act", "silu")
-    if values.get("quantization_config") is not None:
+    if given("quantization_config") is not None:
         raise ValueError("the model is quantised (quantization_config): quantised experts are not supported")
     sizes = {"num_experts": number("num_experts"), "top_k": number("num_experts_per_tok")}
     if MODEL_TYPES[model_type] == "softmax":
@@ -84,30 +82,11 @@ def router_spec(config: Mapping[str, Any] | Any) -> RouterSpec:
     only("score_function", "sigmoid")
     only("norm_topk_prob", True)
     only("router_dtype", "fp32")
-    scaling = values.get("routed_scaling_factor")
+    scaling = given("routed_scaling_factor")
     if not isinstance(scaling, (int, float)) or isinstance(scaling, bool):
         raise ValueError(f"routed_scaling_factor={scaling!r}: expected a number")
-    if values.get("expert_capacity") is not None:
+    if given("expert_capacity") is not None:
         pool = {"expert_capacity": number("expert_capacity"), "block_size": number("block_size")}
         return RouterSpec(kind="block_pool", routed_scaling_factor=float(scaling), **sizes, **pool)
     groups = {"n_group": number("n_group"), "topk_group": number("topk_group")}
     return RouterSpec(kind="sigmoid_group", routed_scaling_factor=float(scaling), **sizes, **groups)
-
-
-_KEYS = (
-    "model_type",
-    "hidden_act",
-    "quantization_config",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_router_score_function",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "router_num_group",
-    "score_function",
-    "router_dtype",
-    "expert_capacity",
-    "block_size",
-    "n_group",
-    "topk_group",
-)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.checks import FLOAT_DTYPES, MOST, instance, tensor, whole, wrong
+from epoch_moe.checks import FLOAT_DTYPES, MOST, instance, tensor, whole
 from epoch_moe.freshlane.restore import restore
 from epoch_moe.functional.moe import share_memory
 from epoch_moe.plan.keyed import FreshRows, RowKeys, RowStore
 from epoch_moe.plan.support import route_fresh, uses_support
-from epoch_moe.routing import NO_EXPERT, Routing, router_scores
+from epoch_moe.routing import Routing, router_scores
+from epoch_moe.worklist import count_pairs
 
 
 def fresh_rows(
@@ -25,7 +26,7 @@ def fresh_rows(
     mask_id: int | None = None,
     changed_T: Tensor | None = None,
 ) -> FreshRows:
-    """Decide once per forward which rows are computed; see `RowStore.fresh_rows`. One host sync."""
+    """Which rows a forward computes, decided once for all layers, with the arguments of `RowStore.fresh_rows`."""
     instance("store", store, RowStore, "a RowStore")
     return store.fresh_rows(keys, ids_T, live_T, mask_id=mask_id, changed_T=changed_T)
 
@@ -53,24 +54,14 @@ def route_rows(
     spec, config, rows = store.router, store.config.of_layer(layer), fresh.rows
     if bias_E is not None:
         tensor("bias_E", bias_E, FLOAT_DTYPES, (spec.num_experts,), store.device)
-    if not isinstance(logits_RE, Tensor) or logits_RE.dim() != 2:
-        tensor("logits_RE", logits_RE, FLOAT_DTYPES, (rows.num_fresh, spec.num_experts), store.device)
-    if tuple(logits_RE.shape) != (rows.num_fresh, spec.num_experts):
-        raise ValueError(
-            f"logits_RE has shape {tuple(logits_RE.shape)}: expected [{rows.num_fresh}, {spec.num_experts}], the "
-            "fresh rows alone (fresh.pick)"
-        )
-    tensor("logits_RE", logits_RE, FLOAT_DTYPES, logits_RE.shape, store.device)
+    tensor("logits_RE", logits_RE, FLOAT_DTYPES, (rows.num_fresh, spec.num_experts), store.device)
     state = store.support_state(layer, fresh)
     scores = router_scores(logits_RE.float(), bias_E, spec)
     routing = route_fresh(scores, spec, rows, state, config, cold=False, dtype=store.cache_LMH.dtype)
     if uses_support(spec, config):
         state.count(store.counters, layer)
         store.keep_support(layer, fresh, state)
-    ids_P = routing.ids_TK.reshape(-1)
-    bins = torch.zeros(spec.num_experts + 1, dtype=torch.int64, device=ids_P.device)
-    chosen_P = torch.where(ids_P == NO_EXPERT, spec.num_experts, ids_P)
-    store.counters.add_layer(layer, rows.num_fresh, bins.scatter_add_(0, chosen_P, torch.ones_like(chosen_P))[:-1])
+    store.counters.add_layer(layer, rows.num_fresh, count_pairs(routing.ids_TK, spec.num_experts))
     return routing
 
 
@@ -90,24 +81,13 @@ def restore_rows(
         ``out``, or a new tensor, or ``y_RH`` itself where all rows are fresh.
     """
     _check(store, layer, fresh)
-    cache_MH, total = store.cache_LMH[layer], fresh.rows.total
-    expected = (fresh.num_fresh, cache_MH.shape[1])
-    for name, given in (("y_RH", y_RH), ("out", y_RH if out is None else out)):
-        if not isinstance(given, Tensor) or given.layout != torch.strided:
-            raise wrong(name, given, "a dense tensor")
-    if tuple(y_RH.shape) != expected or y_RH.dtype != cache_MH.dtype or y_RH.device != cache_MH.device:
-        raise ValueError(
-            f"y_RH is {y_RH.dtype} {tuple(y_RH.shape)} on {y_RH.device}: expected {cache_MH.dtype} {expected} on "
-            f"{cache_MH.device}"
-        )
+    cache_MH = store.cache_LMH[layer]
+    hidden = cache_MH.shape[1]
+    tensor("y_RH", y_RH, cache_MH.dtype, (fresh.num_fresh, hidden), cache_MH.device)
     if torch.is_grad_enabled() and y_RH.requires_grad:
         raise RuntimeError("y_RH requires gradients, which reused rows do not have: run under torch.no_grad()")
     if out is not None:
-        if tuple(out.shape) != (total, expected[1]) or out.dtype != y_RH.dtype or out.device != y_RH.device:
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {y_RH.dtype} {(total, expected[1])} "
-                f"on {y_RH.device}"
-            )
+        tensor("out", out, cache_MH.dtype, (fresh.rows.total, hidden), cache_MH.device)
         if share_memory(out, y_RH) or share_memory(out, store.cache_LMH):
             raise ValueError("out shares memory with y_RH or the store's cache: expected a buffer of its own")
     restored_TH = restore(y_RH, fresh.rows, cache_MH, out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epoch_moe.checks import MOST, choice, whole, wrong
+from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, choice, tensor, whole, wrong
 from epoch_moe.experts.run import BACKENDS, Backend, pick_backend, run_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.functional.views import GateUp, PerExpert, expert_views
@@ -63,24 +63,28 @@ def moe_forward(
         if down is None:
             raise ValueError("down is missing: pass it beside gate_up, or an ExpertViews alone")
         views = expert_views(gate_up, down)
-    given = {"x_TH": x_TH, "topk_ids_TK": topk_ids_TK, "topk_weights_TK": topk_weights_TK}
-    given |= {} if expert_map is None else {"expert_map": expert_map}
-    for name, value in (given if out is None else {**given, "out": out}).items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise wrong(name, value, "a dense tensor")
-    _check_inputs(x_TH, topk_ids_TK, topk_weights_TK, views)
+    down_EHF = views.down_EHF
+    tensor("x_TH", x_TH, down_EHF.dtype, ("rows", down_EHF.shape[1]), down_EHF.device)
+    tensor("topk_ids_TK", topk_ids_TK, (torch.int32, torch.int64), (x_TH.shape[0], "top-k"), down_EHF.device)
+    tensor("topk_weights_TK", topk_weights_TK, FLOAT_DTYPES, topk_ids_TK.shape, down_EHF.device)
     choice("backend", backend, BACKENDS)
     if expert_range is not None and expert_map is not None:
         raise ValueError("pass expert_range or expert_map, not both: each says which experts lie here")
     if workspace is not None:
         whole("workspace", workspace, "a number of bytes, or None for no limit")
-    inputs = (x_TH, topk_weights_TK, *views.projections, views.down_EHF)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    inputs = (x_TH, topk_weights_TK, *views.projections, down_EHF)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         for name, used in (("out", out is not None), ("workspace", workspace is not None)):
             if used:
                 raise ValueError(f"{name}= is not differentiable and an input requires gradients: use torch.no_grad()")
     if out is not None:
-        _check_out(out, x_TH, topk_ids_TK, topk_weights_TK)
+        tensor("out", out, x_TH.dtype, x_TH.shape, x_TH.device)
+        for name, read in (("x_TH", x_TH), ("topk_ids_TK", topk_ids_TK), ("topk_weights_TK", topk_weights_TK)):
+            if share_memory(out, read):
+                raise ValueError(
+                    f"out shares memory with {name}, which may still be read after out is written: expected a buffer "
+                    "of its own"
+                )
     ids_TK = local_ids(topk_ids_TK, views.num_experts, expert_range, expert_map)
     with without_autocast(x_TH):
         picked = pick_backend(backend, views, x_TH, topk_weights_TK, workspace=workspace)
@@ -98,10 +102,9 @@ def local_ids(
     """
     ids_TK = ids_TK.long()
     if expert_map is not None:
-        if expert_map.dim() != 1 or expert_map.is_floating_point() or not expert_map.numel():
-            raise ValueError(
-                f"expert_map is {expert_map.dtype} of shape {tuple(expert_map.shape)}: expected whole numbers [experts]"
-            )
+        tensor("expert_map", expert_map, WHOLE_DTYPES, ("experts",), ids_TK.device)
+        if not expert_map.numel():
+            raise wrong("expert_map", expert_map, "where each of the layer's experts lies")
         known_TK = (ids_TK >= 0) & (ids_TK < expert_map.shape[0])
         mapped_TK = expert_map.long()[ids_TK.clamp(0, expert_map.shape[0] - 1)]
         ids_TK = mapped_TK.masked_fill(~known_TK, NO_EXPERT)
@@ -116,38 +119,6 @@ def local_ids(
             )
         ids_TK = ids_TK - first
     return ids_TK.masked_fill((ids_TK < 0) | (ids_TK >= num_local), NO_EXPERT)
-
-
-def _check_inputs(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, views: ExpertViews) -> None:
-    hidden = views.down_EHF.shape[1]
-    if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
-        raise ValueError(f"x_TH has shape {tuple(x_TH.shape)}: expected [rows, {hidden}] as the experts' hidden size")
-    if ids_TK.dim() != 2 or ids_TK.shape[0] != x_TH.shape[0] or ids_TK.shape[1] < 1:
-        raise ValueError(f"topk_ids_TK has shape {tuple(ids_TK.shape)}: expected [{x_TH.shape[0]}, top-k]")
-    if ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_ids_TK has dtype {ids_TK.dtype}: expected int32 or int64")
-    if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
-        raise ValueError(
-            f"topk_weights_TK is {weights_TK.dtype} of shape {tuple(weights_TK.shape)}: expected floating point "
-            f"{tuple(ids_TK.shape)} as topk_ids_TK"
-        )
-    if x_TH.dtype != views.down_EHF.dtype:
-        raise ValueError(f"x_TH is {x_TH.dtype}, the experts are {views.down_EHF.dtype}: expected one dtype")
-    for name, tensor in (("x_TH", x_TH), ("topk_ids_TK", ids_TK), ("topk_weights_TK", weights_TK)):
-        if tensor.device != views.down_EHF.device:
-            raise ValueError(f"{name} is on {tensor.device}, the experts on {views.down_EHF.device}: move one of them")
-
-
-def _check_out(out: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-    if out.shape != x_TH.shape or out.dtype != x_TH.dtype or out.device != x_TH.device:
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {x_TH.dtype} {tuple(x_TH.shape)} on "
-            f"{x_TH.device} as x_TH"
-        )
-    for name, tensor in (("x_TH", x_TH), ("topk_ids_TK", ids_TK), ("topk_weights_TK", weights_TK)):
-        if share_memory(out, tensor):
-            raise ValueError(f"out shares memory with {name}, which may still be read after out is written: expected a "
-                             "buffer of its own")  # fmt: skip
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:

@@ -22,7 +22,7 @@ from transformers import (
 from epoch_moe.checks import choice, flag, instance, whole
 from epoch_moe.experts.layouts import LayoutName, is_expert, layout_of
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.dispatch_kinds import KINDS, ExpertRange, RowLayout
+from epoch_moe.freshlane.dispatch_kinds import GROUP_KINDS, ExpertRange, KindName
 from epoch_moe.models.checkpoint import (
     CHECKPOINTS,
     CONFIG_NAME,
@@ -85,7 +85,7 @@ def load_model(
     revision: str | None = None,
     local_files_only: bool = False,
     ep_group: Any = None,
-    ep_layout: RowLayout = "sharded",
+    ep_layout: KindName = "sharded",
     ep_capacity: int | None = None,
     residency: ResidencyConfig | None = None,
 ) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ def load_model(
     target_device = find_device(device)
     instance("revision", revision, (str, type(None)), "a branch, tag or commit, or None")
     flag("local_files_only", local_files_only)
-    choice("ep_layout", ep_layout, tuple(KINDS))
+    choice("ep_layout", ep_layout, GROUP_KINDS)
     if ep_capacity is not None:
         whole("ep_capacity", ep_capacity, "rows", least=1)
     instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")

@@ -23,11 +23,11 @@ from epoch_moe.follow.scope import Following, follow_generate
 from epoch_moe.follow.transitions import Hints
 from epoch_moe.freshlane.agreement import describe_model
 from epoch_moe.freshlane.collectives import Ranks
-from epoch_moe.freshlane.dispatch_kinds import KINDS, RowLayout
+from epoch_moe.freshlane.dispatch_kinds import GROUP_KINDS, KindName
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.patching import find, refuse
 from epoch_moe.patching.report import PatchReport
-from epoch_moe.patching.state import BeforeForward, PatchState, RefuseSaving, ReleaseAfterLoad, state_of
+from epoch_moe.patching.state import PatchState, state_of
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
@@ -43,7 +43,7 @@ def patch(
     block_length: int | None = None,
     editing: bool | None = None,
     ep_group: Any = None,
-    ep_layout: RowLayout = "sharded",
+    ep_layout: KindName = "sharded",
     ep_capacity: int | None = None,
     residency: ResidencyConfig | None = None,
 ) -> PatchReport:
@@ -99,7 +99,7 @@ def patch(
     checks.instance("config", config, (EpochConfig, type(None)), "an EpochConfig, a preset name or None")
     checks.instance("residency", residency, (ResidencyConfig, type(None)), "a ResidencyConfig or None")
     checks.flag("strict", strict)
-    checks.choice("ep_layout", ep_layout, tuple(KINDS))
+    checks.choice("ep_layout", ep_layout, GROUP_KINDS)
     if ep_capacity is not None:
         checks.whole("ep_capacity", ep_capacity, "rows", least=1)
     hints = Hints.checked(model, mask_token_id, block_length, editing)
@@ -161,9 +161,9 @@ def patch(
     # A plan must be there before it is asked for router logits.
     new.hooks.append(base.register_forward_pre_hook(new.following.before, with_kwargs=True))
     new.hooks.append(base.register_forward_hook(new.following.after, always_call=True))
-    new.hooks.append(base.register_forward_pre_hook(BeforeForward(slot), with_kwargs=True))
-    new.hooks.append(model.register_load_state_dict_post_hook(ReleaseAfterLoad(new)))
-    new.hooks.append(model.register_state_dict_pre_hook(RefuseSaving(new)))
+    new.hooks.append(base.register_forward_pre_hook(new.before_forward, with_kwargs=True))
+    new.hooks.append(model.register_load_state_dict_post_hook(new.after_load))
+    new.hooks.append(model.register_state_dict_pre_hook(new.before_saving))
     object.__setattr__(model, ATTRIBUTE, new)
     return _report(new, skipped, moved, peak, updated=False)
 
@@ -249,7 +249,7 @@ def patched(
 def _split(
     prepared: list[tuple[str, nn.Module, BlockSpec]],
     group: Any,
-    layout: RowLayout,
+    layout: KindName,
     capacity: int | None,
     describe: Callable[[], dict[str, str]],
 ) -> ExpertParallel:

@@ -15,7 +15,6 @@ from epoch_moe.follow.watch import Watch
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
 from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
-from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.state import Residency
 
 
@@ -41,18 +40,11 @@ class PatchState(Patched):
     generate: FollowedGenerate | None = None
     residency: Residency | None = None
 
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pre-hook of the base model, under a plan.
 
-class BeforeForward:
-    """Pre-hook on the base model, under a plan.
-
-    A forward that asks for router logits runs dense, and rows that another model computed are not reused.
-    """
-
-    def __init__(self, slot: PlanSlot):
-        self.slot = slot
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the forward under way."""
+        A forward that asks for router logits runs dense, and rows that another model computed are not reused.
+        """
         asked = kwargs.get("output_router_logits")
         if asked is None:
             asked = getattr(getattr(module, "config", None), "output_router_logits", False)
@@ -62,33 +54,19 @@ class BeforeForward:
         if isinstance(active, ForwardPlan) and not torch.compiler.is_compiling():
             active.look_at_model(partial(Watch, module))
 
-
-class ReleaseAfterLoad:
-    """`load_state_dict(assign=True)` replaces parameters: their old storage must not live on beside the new one."""
-
-    def __init__(self, state: PatchState):
-        self.state = state
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Let go of what parameters have left."""
-        for block in self.state.blocks.values():
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """`load_state_dict(assign=True)` replaces parameters: their old storage must not live on beside the new one."""
+        for block in self.blocks.values():
             block.weights.release()
 
+    def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse the `state_dict` of a model that lacks experts: it would be half a checkpoint.
 
-class RefuseSaving:
-    """`state_dict` of a model that lacks experts would be half a checkpoint.
-
-    Within a wrapper's, and where there are adapters, it is read for the adapters' names: see `AbsentTensor`.
-    """
-
-    def __init__(self, state: PatchState):
-        self.state = state
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Refuse, unless it is read for names."""
+        Within a wrapper's, and where there are adapters, it is read for the adapters' names: see `AbsentTensor`.
+        """
         if prefix or getattr(module, "peft_config", None):
             return
-        for block in self.state.blocks.values():
+        for block in self.blocks.values():
             if error := block.incomplete("state_dict, and what saves it,"):
                 raise error
 

@@ -9,6 +9,7 @@ Triton is imported when one of these is called, never before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from epoch_moe.config import EpochConfig
 from epoch_moe.experts.device import device_worklist, pair_outputs
 from epoch_moe.experts.run import pick_backend
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.freshlane.lane import Visit, route_packed
-from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
+from epoch_moe.freshlane.lane import ListedLane
 from epoch_moe.plan.packed import Compact, PackedRows, PaddedRows
 from epoch_moe.plan.support import Chosen, SharedSupport
 from epoch_moe.precision import product_dtype
@@ -40,12 +40,13 @@ def compact_for(config: EpochConfig, layers: Sequence[ExpertViews]) -> Compact |
     return compact
 
 
+@dataclass
 class DeviceSelection:
     """`epoch_moe.plan.support.Selection` by the kernels.
 
     Among equal scores they choose the lowest id, where ``torch.topk`` leaves open which.
 
-    Args:
+    Attributes:
         scores: of the packed rows.
         bias_E: the router's expert bias.
         spec: the router.
@@ -55,21 +56,16 @@ class DeviceSelection:
         pools_RE: the block-pool router's own supports.
     """
 
-    def __init__(
-        self,
-        scores: Scores,
-        bias_E: Tensor | None,
-        spec: RouterSpec,
-        config: EpochConfig,
-        rows: PaddedRows,
-        dtype: torch.dtype,
-        pools_RE: Tensor | None = None,
-    ):
-        self.scores, self.bias_E, self.spec, self.config = scores, bias_E, spec, config
-        self.rows, self.dtype, self.pools_RE = rows, dtype, pools_RE
+    scores: Scores
+    bias_E: Tensor | None
+    spec: RouterSpec
+    config: EpochConfig
+    rows: PaddedRows
+    dtype: torch.dtype
+    pools_RE: Tensor | None = None
 
     def choose(self, support_GE: Tensor | None = None, group_R: Tensor | None = None) -> Chosen:
-        """See `Selection`. Padding rows choose nothing."""
+        """Top-k of each packed row, inside its support where one is given; padding rows choose nothing."""
         from epoch_moe.kernels.route import route
 
         ids_RK, weights_RK, total_R = route(
@@ -86,7 +82,7 @@ class DeviceSelection:
     def compile(
         self, rows: PackedRows, group_R: Tensor, groups: int, only_G: Tensor | None, shared: SharedSupport | None
     ) -> Tensor:
-        """See `Selection`. Supports outside ``only_G`` cost next to nothing."""
+        """Supports ``[G,E]`` from the voting rows; those outside ``only_G`` mean nothing and cost next to nothing."""
         from epoch_moe.kernels.atlas import compile_support_device
 
         assert isinstance(self.config.coverage, (int, float)) and shared is None
@@ -111,49 +107,42 @@ class DeviceSelection:
         )
 
 
-class PaddedLane:
-    """The fresh rows of a plan on the device, see `epoch_moe.freshlane.lane.Lane`.
-
-    Args:
-        visit: the layer and the forward.
-        step: what happens to the rows.
+class PaddedLane(ListedLane):
+    """The fresh rows of a plan on the device. They are not packed: the product gathers them.
 
     Raises:
         RuntimeError: somebody listens to the routing, which takes rows as lists.
     """
 
-    router_output = None
-
-    def __init__(self, visit: Visit, step: LayerStep):
-        assert isinstance(step.rows, PaddedRows) and step.state.cache_MH is not None
-        if visit.listener is not None:
+    def __post_init__(self) -> None:
+        if self.listener is not None:
             raise RuntimeError("recording was begun within a block of backend='triton': begin it between blocks")
-        self.visit, self.step, self.rows, self.cache_MH = visit, step, step.rows, step.state.cache_MH
+        step = self.step
+        assert step is not None and isinstance(step.rows, PaddedRows) and step.state.cache_MH is not None
+        self._rows, self._cache_MH = step.rows, step.state.cache_MH
 
-    def route(self, x_TH: Tensor) -> tuple[Tensor, Routing]:
-        """See `Lane`. The rows are not packed: the product gathers them."""
-        visit = self.visit
-        assert isinstance(visit.forward, ForwardPlan)
-        config, dtype = visit.forward.config.of_layer(visit.index), x_TH.dtype
+    def route(self, x_BSH: Tensor) -> tuple[Tensor, Routing]:
+        """All rows ``[T,H]``, and the experts of the packed ones ``[R,K]``."""
+        _, routing = super().route(x_BSH)
+        return x_BSH.reshape(-1, x_BSH.shape[-1]), routing
 
-        def by_kernels(scores: Scores, pools_RE: Tensor | None) -> DeviceSelection:
-            return DeviceSelection(scores, visit.bias_E, visit.router, config, self.rows, dtype, pools_RE)
-
-        _, routing = route_packed(visit, self.step, x_TH, by_kernels)
-        return x_TH, routing
+    def _selection(
+        self, scores: Scores, config: EpochConfig, pools_RE: Tensor | None, dtype: torch.dtype
+    ) -> DeviceSelection:
+        return DeviceSelection(scores, self.bias_E, self.router, config, self._rows, dtype, pools_RE)
 
     def run(self, x_TH: Tensor, routing: Routing) -> Tensor:
-        """The output of each pair, in expert order: weights are applied where rows are restored."""
-        forward, self._dtype = self.visit.forward, product_dtype(x_TH)
-        assert isinstance(forward, ForwardPlan)
-        pairs_PH, self._worklist = run_padded(x_TH.to(self.cache_MH.dtype), self.rows, routing, self.visit.views)
-        self._weights_RK = routing.weights_TK
-        forward.counters.add_layer(self.visit.index, self.rows.count, self._worklist.counts_E)
+        """The output of each pair ``[P,H]``, in expert order: weights are applied where rows are restored."""
+        assert self.forward is not None
+        self._dtype, self._weights_RK = product_dtype(x_TH), routing.weights_TK
+        pairs_PH, self._worklist = run_padded(x_TH.to(self._cache_MH.dtype), self._rows, routing, self.views)
+        self.forward.counters.add_layer(self.index, self._rows.count, self._worklist.counts_E)
+        self.meanwhile()
         return pairs_PH
 
     def restore(self, pairs_PH: Tensor) -> Tensor:
-        """See `Lane`."""
-        out_TH = restore_padded(pairs_PH, self.rows, self._worklist, self._weights_RK, self.cache_MH)
+        """The dense shard ``[T,H]`` from the pairs' outputs and cached rows; keeps what will be reused."""
+        out_TH = restore_padded(pairs_PH, self._rows, self._worklist, self._weights_RK, self._cache_MH)
         return out_TH.to(self._dtype)
 
 
