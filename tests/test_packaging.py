@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "epoch_moe"
 # The core knows torch, einops and triton only, so that a serving stack can import it without any Hugging Face library.
 CORE = (
     "routing", "config", "block", "plan", "freshlane", "experts", "kernels", "residency", "tables", "tensor_files",
-    "checks", "precision", "functional", "worklist",
+    "checks", "precision", "functional", "spec", "worklist",
 )  # fmt: skip
 HUGGING_FACE = ("transformers", "accelerate", "tokenizers", "huggingface_hub")
 
