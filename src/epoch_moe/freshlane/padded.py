@@ -107,6 +107,7 @@ class DeviceSelection:
         )
 
 
+@dataclass(kw_only=True)
 class PaddedLane(ListedLane):
     """The fresh rows of a plan on the device. They are not packed: the product gathers them.
 
