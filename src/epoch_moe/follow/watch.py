@@ -47,24 +47,22 @@ class Watch:
         self._containers = [v for v in attributes if isinstance(v, (Tensor, dict, list, tuple, set))]
         held = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in called)
         self._tensors = [t for t in held if t is not None]
-        self._versioned = [t for t in self._tensors if sampled is not None or not t.is_inference()]
-        self._views = [_some(t) for t in self._tensors if sampled is not None and _has_memory(t)]
-        self._seen = self._look(strict=sampled is not None)
-        self._sample = None if sampled is None else self._read(sampled)
+        self._strict = sampled is not None
+        self._versioned = [t for t in self._tensors if self._strict or not t.is_inference()]
+        self._views = [_some(t) for t in self._tensors if self._strict and _has_memory(t)]
+        self._seen, self._sample = self._look(), self._read(sampled)
 
     def changed(self, sampled: Sequence[Tensor] | None = None) -> bool:
         """Whether the model is another one than when this was made; ``sampled``: its experts' tensors now."""
         try:
-            if self._dicts != self._dicts_then or self._look(strict=sampled is not None) != self._seen:
+            if self._dicts != self._dicts_then or self._look() != self._seen:
                 return True
         except RuntimeError:
             return True  # a tensor in the place of another one
-        if sampled is None or self._sample is None:
-            return sampled is not None
         now = self._read(sampled)
         return len(now) != len(self._sample) or not all(map(_equal, now, self._sample))
 
-    def _look(self, *, strict: bool) -> object:
+    def _look(self) -> object:
         try:
             return (
                 list(map(Tensor.data_ptr, self._tensors)),
@@ -73,12 +71,12 @@ class Watch:
                 [(torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) for on in ("cpu", "cuda")],
             )
         except RuntimeError:
-            return object() if strict else None  # tensors that do not say when they change, or where they are
+            return object() if self._strict else None  # tensors that do not say when they change, or where they are
 
-    def _read(self, sampled: Sequence[Tensor]) -> list[Tensor]:
+    def _read(self, sampled: Sequence[Tensor] | None) -> list[Tensor]:
         """The sampled elements, one tensor for each device and dtype."""
         groups: dict[object, list[Tensor]] = {}
-        for view in (*self._views, *map(_some_of_experts, sampled)):
+        for view in (*self._views, *map(_some_of_experts, sampled or ())):
             groups.setdefault((view.device, view.dtype), []).append(view.reshape(-1))
         return list(map(torch.cat, groups.values()))
 
