@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from epoch_moe import checks
-from epoch_moe.block import BlockSpec, EpochMoEBlock
+from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.run import pick_backend
 from epoch_moe.experts.shard import keep_experts
@@ -32,6 +32,7 @@ from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.residency.attach import attach, detach, known_origin, origin_of
 from epoch_moe.residency.config import ResidencyConfig
+from epoch_moe.spec import BlockSpec
 
 
 def patch(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from epoch_moe.block import BlockSpec, EpochMoEBlock
+from epoch_moe.block import EpochMoEBlock
 from epoch_moe.families import SHAPES, describe_block
+from epoch_moe.spec import BlockSpec
 
 
 def blocks_in(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, BlockSpec]], dict[str, str]]:

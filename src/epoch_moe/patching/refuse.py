@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from epoch_moe.block import BlockSpec
 from epoch_moe.experts.bypassed import check_calls, replaced_forward
 from epoch_moe.experts.layouts import LAYOUTS, check_tensors
 from epoch_moe.patching.find import module_at
 from epoch_moe.patching.state import PatchState
+from epoch_moe.spec import BlockSpec
 
 _UNDO_HOOKS = "accelerate.hooks.remove_hook_from_submodules(model)"
 
