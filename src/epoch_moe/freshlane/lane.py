@@ -81,7 +81,10 @@ class DenseLane:
         (batch, seq_len, hidden), forward = x_BSH.shape, self.forward
         x_TH, valid_BS = x_BSH.reshape(-1, hidden), None if forward is None else forward.valid_of((batch, seq_len))
         routing, scores = route(x_TH, self.gate_EH, self.bias_E, self.router, batch=batch, valid_BS=valid_BS)
-        self.router_output = scores.logits_TE.view(batch, seq_len, -1), routing.ids_TK.view(batch, seq_len, -1)
+        self.router_output = (
+            scores.logits_TE.view(batch, seq_len, self.router.num_experts),
+            routing.ids_TK.view(batch, seq_len, self.router.top_k),
+        )
         self._total = x_TH.shape[0]
         self._rows_R = forward.rows_of((batch, seq_len)) if isinstance(forward, DenseForward) else None
         if self._rows_R is None:
