@@ -73,7 +73,7 @@ class Scripted:
     """A side whose answers follow from its plan: looser bounds on drift lose more of the problems."""
 
     def __init__(self, lost: dict[float, int]):
-        self.lost, self.decoded = lost, []
+        self.lost = lost
 
     def solve(self, side: Side, model: Any, tokenizer: Any, problems: list[Problem]) -> None:
         place = len(side.texts)
@@ -81,7 +81,6 @@ class Scripted:
         for number, problem in enumerate(problems, place):
             side.texts.append(problem.answer if number >= self.lost.get(bound, 0) else "?")
             side.right.append(side.texts[-1] == problem.answer)
-        self.decoded.append((bound, len(problems)))
 
 
 def scripted(tiny: Any, monkeypatch: pytest.MonkeyPatch, lost: dict[float, int], **how: Any) -> Calibration:
