@@ -31,7 +31,7 @@ from epoch_moe.compare import Side, against, solve_all, versions
 from epoch_moe.functional import moe_forward
 from epoch_moe.outputs import output_file, write_json
 from epoch_moe.patching.state import state_of
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.problems import generate_problems
 from epoch_moe.routing import choose, route
 from epoch_moe.tables import Table

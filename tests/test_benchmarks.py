@@ -52,7 +52,7 @@ def test_sweep_writes_every_cell(tmp_path):
     cells = json.loads(path.read_text())["cells"]
     assert len(cells) == (1 + 4 * 2 + 1) * 5
     exact = next(c for c in cells if c["coverage"] is None and c["refresh_interval"] == 1)
-    assert exact["agreement"] == 1.0 and exact["pairs"] == pytest.approx(1.0)
+    assert exact["agreement"] == 1.0 and 2 / 3 < exact["pairs"] < 1.0
     assert table.read_text().count("\n| ") == 1 + 10
 
 

@@ -177,8 +177,8 @@ def test_the_figure_shows_the_decode(run: Run, direct: dict[str, Any]) -> None:
     begin = [place for place, entry in enumerate(history) if entry["forward"] == 0][1]
     pairs_DE, support_DE = (what[begin:, -1] for what in slow.counters.recorder.read())
     image_UD, support_UD = torch.tensor(values["image"]), torch.tensor(values["support"])
-    # Four experts for every fresh row, in every forward; the lines of the image are the experts that were used.
-    assert image_UD.sum(dim=0).tolist() == [4 * entry["fresh"] for entry in history[begin:]]
+    # It is the last layer: four experts for every live row. The lines of the image are the experts that were used.
+    assert image_UD.sum(dim=0).tolist() == [4 * entry["live"] for entry in history[begin:]]
     assert sorted(line for line in image_UD.tolist() if any(line)) == sorted(
         line for line in pairs_DE.T.tolist() if any(line)
     )

@@ -57,7 +57,7 @@ def test_signatures_are_these() -> None:
     assert parameters(epoch_moe.following) == ["model", "block_length", "editing", "mask_token_id"]
     assert parameters(epoch_moe.unpatch) == ["model"]
     assert parameters(epoch_moe.BlockPlanContext.begin_block) == [
-        "self", "batch", "window", "prefix", "prefix_constant", "future",
+        "self", "batch", "window", "prefix", "prefix_constant", "future", "only_live",
     ]
     assert parameters(epoch_moe.BlockPlanContext.iteration) == [
         "self", "ids_BS", "mask_id", "valid_BS", "lead", "live_BN", "changed_BN", "capacity",
@@ -67,8 +67,8 @@ def test_signatures_are_these() -> None:
     ]
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "least_saving", "max_support", "on_miss", "restrict_new", "join",
-        "support_scope", "coverage_floor", "recompile", "refresh_interval", "drift", "live_drift", "future_rows",
-        "backend",
+        "support_scope", "coverage_floor", "recompile", "refresh_interval", "drift", "live_drift", "commit",
+        "future_rows", "backend",
     ]
 
 
@@ -76,8 +76,8 @@ def test_the_functional_package_is_this() -> None:
     functional = importlib.import_module("epoch_moe.functional")
     assert functional.__all__ == [
         "NO_EXPERT", "NO_SLOT", "NO_STATE", "ExpertViews", "FreshRows", "RouterSpec", "Routing", "RowKeys", "RowMasks",
-        "RowStore", "compile_support", "expert_views", "fresh_rows", "moe_forward", "restore_rows", "route",
-        "route_rows", "router_logits", "router_spec", "supports",
+        "RowStore", "compile_support", "expert_views", "fresh_rows", "layer_rows", "moe_forward", "restore_rows",
+        "route", "route_rows", "router_logits", "router_spec", "supports",
     ]
 
     def parameters(name: str) -> list[str]:
@@ -88,6 +88,7 @@ def test_the_functional_package_is_this() -> None:
         "backend",
     ]
     assert parameters("fresh_rows") == ["store", "keys", "ids_T", "live_T", "mask_id", "changed_T"]
+    assert parameters("layer_rows") == ["store", "layer", "fresh", "x_TH"]
     assert parameters("route_rows") == ["store", "layer", "fresh", "logits_RE", "bias_E"]
     assert parameters("restore_rows") == ["store", "layer", "fresh", "y_RH", "out"]
     assert parameters("RowKeys") == ["slot_T", "generation_T", "block_T", "position_T"]

@@ -25,7 +25,7 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.freshlane.lane import DenseLane, Forward, ListedLane
 from epoch_moe.freshlane.padded import PaddedLane, compact_for
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.packed import Compact, PaddedRows
 from epoch_moe.plan.slot import PlanSlot
 from epoch_moe.precision import product_dtype

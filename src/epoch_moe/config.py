@@ -14,6 +14,7 @@ from epoch_moe.experts.run import BACKENDS, Backend
 OnMiss = Literal["reselect", "drop", "expand"]
 Recompile = Literal["shortfall", "refresh"]
 SupportScope = Literal["sequence", "batch"]
+Commit = Literal["full", "drift"]
 FutureRows = Literal["fresh", "dormant"]
 PerLayer = float | tuple[float | None, ...] | None
 LAYERED = ("coverage", "drift", "live_drift")
@@ -63,6 +64,9 @@ class EpochConfig:
             None = by `refresh_interval` alone.
         live_drift: the same for rows that hold a MASK (or an editable token), whose output is then kept from forward to
             forward too, until the row is decoded. None = they are computed on every forward.
+        commit: how rows in front of a block, or behind it, are computed in the block's first forward, which writes the
+            K/V of a finished block for good: ``"full"``, all of them, so that these K/V are exact given earlier ones;
+            or ``"drift"``, as in any other forward, from what was kept of them in the block before. Needs `drift`.
         future_rows: on a fixed canvas (LLaDA-MoE), what MASK rows of later blocks do between refreshes: ``"fresh"``
             go through the experts on every forward, ``"dormant"`` reuse their output as stable rows do.
         backend: how routed experts are computed, see `epoch_moe.experts.run`.
@@ -91,6 +95,7 @@ class EpochConfig:
     refresh_interval: int | None = 5
     drift: PerLayer = None
     live_drift: PerLayer = None
+    commit: Commit = "full"
     future_rows: FutureRows = "fresh"
     backend: Backend = "auto"
     checkpoint: str | None = None
@@ -131,13 +136,19 @@ class EpochConfig:
         for name in ("drift", "live_drift"):
             for value in () if getattr(self, name) is None else self.values(name):
                 real(f"EpochConfig.{name}", value, "None or a cosine in (0, 1]", most=1.0, above=True)
+        choice(*own("commit"), ("full", "drift"))
+        if self.commit == "drift" and self.drift is None:
+            raise ArgumentError("commit='drift' with drift=None: there is no bound to go by; set drift (.95, say)")
         choice(*own("future_rows"), ("fresh", "dormant"))
         choice(*own("backend"), BACKENDS)
         instance(*own("checkpoint"), (str, type(None)), "what fingerprint(model.config) returns, or None")
 
     @classmethod
     def exact(cls, **changes: Any) -> EpochConfig:
-        """All experts and a refresh on every forward: the same pairs as without a plan, the same greedy tokens."""
+        """All experts and a refresh on every forward: the same greedy tokens as without a plan.
+
+        The same pairs too, but for rows of the last layer that nobody reads.
+        """
         return cls(**{"coverage": None, "refresh_interval": 1, **changes})
 
     @classmethod

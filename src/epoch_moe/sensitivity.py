@@ -20,7 +20,7 @@ from torch import Tensor
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.atlas import compile_rows
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.routing import NO_EXPERT, Scores, route, select
 
 DRIFTS = (1.0, 0.98, 0.95, 0.9, 0.8)
@@ -83,7 +83,8 @@ class LayerTrace:
             return
         state = forward.plan.layers[self.block.index]
         assert state.inputs_M1H is not None and state.cache_MH is not None
-        x_TH, (masks, places, classes) = args[0].flatten(0, 1), (forward.masks, forward.places, forward.classes)
+        x_TH, (places, classes) = args[0].flatten(0, 1), (forward.places, forward.classes)
+        masks = forward.masks_of(self.block.index)
         gate_EH, bias_E = self.block.spec.read_gate(self.block)
         routing, scores = route(
             x_TH, gate_EH, bias_E, self.block.spec.router, batch=args[0].shape[0], valid_BS=forward.valid_BS

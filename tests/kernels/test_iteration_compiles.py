@@ -27,7 +27,7 @@ def layer(
     yes_T, live_T = row_T >= 0, ids_T == 9
     cached_T = cached_rows(stamps_BS.view(-1), ids_T, None)
     classes = RowClasses(yes_T, yes_T, live_T, ~yes_T, cached_T, yes_T, ~yes_T, ~yes_T, ~yes_T, ~yes_T)
-    masks = decide_rows(classes, restrict_new=False)
+    masks = decide_rows(classes, EpochConfig())
     rows = pad_rows(masks, RowPlaces(BATCH, SEQ, SEQ, row_T // SEQ, row_T, row_T), compact)
     config = EpochConfig(coverage=0.7)
     scores = router_scores(x_TH.index_select(0, rows.fresh_R) @ gate_EH.T, None, SPEC)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import epoch_moe
 import epoch_moe.patching.refuse
-import epoch_moe.plan.block_plan
+import epoch_moe.plan.forward
 import epoch_moe.plan.support
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.weights import ExpertWeights
@@ -24,11 +24,12 @@ CONFIGS = [
     EpochConfig.exact(),
     EpochConfig.paper(on_miss="drop"),
     EpochConfig(on_miss="expand", refresh_interval=2),
+    EpochConfig(drift=0.9, live_drift=0.9, commit="drift"),
 ]
 
 
 def iterations(config: EpochConfig, forwards: int = 3, capacity: int | None = None) -> None:
-    """The first forwards of a block on a fake GPU, also with padding, leads and a bucket."""
+    """The first forwards of two blocks on a fake GPU, also with padding, leads and a bucket."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         # Fake parameters have no memory to compare or to move, and are no plain parameters.
@@ -43,20 +44,21 @@ def iterations(config: EpochConfig, forwards: int = 3, capacity: int | None = No
         assert next(model.parameters()).device.type == "cuda"
         epoch_moe.patch(model, config)
         context = BlockPlanContext(model._epoch_moe, config)
-        with context.block(batch=2, window=6, prefix=2):
-            assert context.open_plan().compact is not None
-            for number in range(forwards):
-                lead = 2 * (number % 2)
-                ids_BS = torch.zeros(2, lead + 6, dtype=torch.int64)
-                valid_BS = torch.ones(2, lead + 6, dtype=torch.bool)
-                bias, positions = torch.zeros(2, 1, lead + 6, lead + 6), torch.arange(lead + 6).unsqueeze(0)
-                with context.iteration(ids_BS, mask_id=5, valid_BS=valid_BS, lead=lead, capacity=capacity):
-                    out = model.model(ids_BS, attention_mask=bias, position_ids=positions).last_hidden_state
-                assert out.device.type == "cuda"
-        assert context.counters.forwards == forwards
+        for block in range(2):
+            with context.block(batch=2, window=6, prefix=2, only_live=True):
+                assert context.open_plan().compact is not None
+                for number in range(forwards):
+                    lead = 2 * ((number + block) % 2)
+                    ids_BS = torch.zeros(2, lead + 6, dtype=torch.int64)
+                    valid_BS = torch.ones(2, lead + 6, dtype=torch.bool)
+                    bias, positions = torch.zeros(2, 1, lead + 6, lead + 6), torch.arange(lead + 6).unsqueeze(0)
+                    with context.iteration(ids_BS, mask_id=5, valid_BS=valid_BS, lead=lead, capacity=capacity):
+                        out = model.model(ids_BS, attention_mask=bias, position_ids=positions).last_hidden_state
+                    assert out.device.type == "cuda"
+        assert context.counters.forwards == 2 * forwards
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["default", "exact", "paper-drop", "expand"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "exact", "paper-drop", "expand", "drift"])
 def test_an_iteration_waits_for_no_device(config: EpochConfig) -> None:
     iterations(config)
 
@@ -72,13 +74,13 @@ def test_a_sync_would_be_noticed(place: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(epoch_moe.plan.support, "_per_group", looking)
     else:
-        pad_rows = epoch_moe.plan.block_plan.pad_rows
+        pad_rows = epoch_moe.plan.forward.pad_rows
 
         def counting(decision: object, *args: object) -> object:
             decision.fresh_T.sum().item()  # type: ignore[attr-defined]
             return pad_rows(decision, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(epoch_moe.plan.block_plan, "pad_rows", counting)
+        monkeypatch.setattr(epoch_moe.plan.forward, "pad_rows", counting)
     with pytest.raises(DataDependentOutputException):
         iterations(EpochConfig())
 

@@ -9,7 +9,8 @@ from lsp_oracle import MASK, Forward, Oracle
 from test_rules import CHECKED, decodes, open_plan
 from torch import Tensor
 
-from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
+from epoch_moe.plan.block_plan import BlockPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.packed import ListedRows, PaddedRows
 from epoch_moe.plan.rules import NO_TOKEN
 

@@ -127,7 +127,7 @@ class DecodeLoop(ABC):
         """Iterate over the block at canvas positions ``begin:end`` until its rule is done with every sequence."""
         clock = self.open_block(begin, end)
         rule, left = self.make_rule(begin, end), self.canvas.undecoded(begin, end)
-        with self.context.block(**clock):
+        with self.context.block(**clock, only_live=self.parts.ends_with_experts):
             while any(left):
                 left = self.iterate(rule, left).tolist()  # the loop's one host sync of a forward (a plan has its own)
                 if BROKEN in left:
@@ -233,6 +233,7 @@ class DecodeLoop(ABC):
 
     def select(self, kept: list[int]) -> None:
         """Go on with these sequences of the batch only."""
+        self.context.select([copy * self.canvas.batch + row for copy in range(self.copies) for row in kept])
         self.canvas.select(kept)
 
     def not_numbers(self, requests: list[int]) -> FloatingPointError:

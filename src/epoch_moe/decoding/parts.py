@@ -10,8 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from epoch_moe.block import EpochMoEBlock
 from epoch_moe.plan.patched import inner_model
 
+_CANVAS_FAMILIES = ("llada", "lladamoe")
+_FAMILIES = ("llada2_moe", *_CANVAS_FAMILIES)
 _IN_PEFT = ("XLORA", "POLY")  # adapters whose weights depend on what peft's own forward passes on
 
 
@@ -36,6 +39,14 @@ class ModelParts:
     def config(self) -> Any:
         """The model's configuration."""
         return self.model.config
+
+    @property
+    def ends_with_experts(self) -> bool:
+        """Whether patched experts are the last thing in the base model, but for its norm: nothing mixes rows behind."""
+        layers = getattr(self.base, "layers", ())
+        if self.config.model_type not in _FAMILIES or len(layers) != self.config.num_hidden_layers:
+            return False
+        return any(isinstance(part, EpochMoEBlock) for part in layers[-1].modules())
 
     @property
     def embedding_VH(self) -> Tensor:
@@ -87,4 +98,4 @@ def _check_adapters(model: nn.Module) -> None:
 
 def is_canvas_model(config: Any) -> bool:
     """Whether a configuration is of a model with bidirectional attention over a fixed canvas (LLaDA-MoE)."""
-    return getattr(config, "model_type", None) in ("llada", "lladamoe")
+    return getattr(config, "model_type", None) in _CANVAS_FAMILIES

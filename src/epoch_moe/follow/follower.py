@@ -50,6 +50,8 @@ class Follower:
 
     def __init__(self, patched: Patched, config: EpochConfig | None, hints: Hints):
         self._patched, self.hints = patched, hints
+        # Loops of others are followed from block to block, not through their K/V-writing forwards.
+        config = None if config is None else config.replace(commit="full")
         self._context = BlockPlanContext(patched, config)
         self._kinds: Counter[str] = Counter()
         self._forwards: deque[FollowedForward] = deque(maxlen=256)

@@ -25,7 +25,7 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.dispatch_kinds import Dispatched
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.freshlane.restore import begin_restore, finish_restore, pack
-from epoch_moe.plan.block_plan import ForwardPlan, LayerStep
+from epoch_moe.plan.forward import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.slot import DenseForward, Listener
 from epoch_moe.plan.support import Selection, route_fresh

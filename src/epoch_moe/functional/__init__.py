@@ -4,6 +4,7 @@ Needs torch alone. One forward of an engine, for a batch of rows that belong to 
 
     fresh = fresh_rows(store, keys, ids_T, live_T)                # once per forward: which rows are computed
     for layer in moe_layers:                                      # inside the model, with dense activations x_TH
+        fresh = layer_rows(store, layer, fresh, x_TH)             # with drift: each layer has rows of its own
         x_RH = fresh.pick(x_TH)
         logits_RE = router_logits(x_RH, gate_EH, spec)
         routing = route_rows(store, layer, fresh, logits_RE, bias_E)
@@ -16,7 +17,7 @@ docs/engines.md has the contract of every call.
 
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.functional.capability import router_spec, supports
-from epoch_moe.functional.layer import fresh_rows, restore_rows, route_rows
+from epoch_moe.functional.layer import fresh_rows, layer_rows, restore_rows, route_rows
 from epoch_moe.functional.moe import moe_forward
 from epoch_moe.functional.views import expert_views
 from epoch_moe.plan.atlas import compile_support
@@ -38,6 +39,7 @@ __all__ = [
     "compile_support",
     "expert_views",
     "fresh_rows",
+    "layer_rows",
     "moe_forward",
     "restore_rows",
     "route",

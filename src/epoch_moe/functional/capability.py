@@ -26,8 +26,6 @@ def supports(config: EpochConfig | RouterSpec | Mapping[str, Any] | Any) -> tupl
         ``(True, "")``, or False and the reason in words. Never raises for a configuration, however odd.
     """
     if isinstance(config, EpochConfig):
-        if config.watches_drift:
-            return False, "drift is decided in every layer, and a RowStore decides once per forward: leave it None"
         if config.support_scope == "batch":
             return False, (
                 "support_scope='batch' makes one support for a batch, and requests that come and go form none: use "

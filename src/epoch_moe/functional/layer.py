@@ -31,6 +31,23 @@ def fresh_rows(
     return store.fresh_rows(keys, ids_T, live_T, mask_id=mask_id, changed_T=changed_T)
 
 
+def layer_rows(store: RowStore, layer: int, fresh: FreshRows, x_TH: Tensor) -> FreshRows:
+    """What one layer computes, where `EpochConfig.drift` lets each layer decide by its own input.
+
+    Args:
+        store: where the inputs of cached outputs are.
+        layer: place among the MoE layers.
+        fresh: of this forward, as `fresh_rows` returned it.
+        x_TH: the layer's input: all rows of the forward, in the store's dtype.
+
+    Returns:
+        What `route_rows` and `restore_rows` of this layer take, one host sync later. Without drift ``fresh`` itself.
+    """
+    instance("store", store, RowStore, "a RowStore")
+    instance("fresh", fresh, FreshRows, "FreshRows")
+    return store.layer_rows(whole("layer", layer, most=store.num_layers - 1), fresh, x_TH)
+
+
 def route_rows(
     store: RowStore, layer: int, fresh: FreshRows, logits_RE: Tensor, bias_E: Tensor | None = None
 ) -> Routing:
@@ -91,7 +108,7 @@ def restore_rows(
         if share_memory(out, y_RH) or share_memory(out, store.cache_LMH):
             raise ValueError("out shares memory with y_RH or the store's cache: expected a buffer of its own")
     restored_TH = restore(y_RH, fresh.rows, cache_MH, out)
-    store.mark_restored(layer)
+    store.mark_restored(layer, fresh)
     return restored_TH
 
 

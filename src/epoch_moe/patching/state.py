@@ -13,7 +13,7 @@ from epoch_moe.block import EpochMoEBlock
 from epoch_moe.follow.scope import FollowedGenerate, Following
 from epoch_moe.follow.watch import Watch
 from epoch_moe.freshlane.expert_parallel import ExpertParallel
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.patched import ATTRIBUTE, Patched, inner_model
 from epoch_moe.residency.state import Residency
 

@@ -80,16 +80,34 @@ def compile_rows(
     *,
     max_support: int | None,
     least_saving: float,
+    natural_VK: Tensor | None = None,
 ) -> Tensor:
-    """`compile_support` of voting rows alone, in any order; ``group_V`` (int64) says to which support each belongs."""
-    votes = _Votes(selection_VE, combine_VE, group_V, supports, spec, 1 if coverage >= 1.0 else candidate_factor)
-    natural_GE = _add_up(votes.at_VC[:, : spec.top_k], votes.units_VC[:, : spec.top_k], votes.shape)
-    used_GE = votes.named(spec.top_k)
+    """`compile_support` of voting rows alone, in any order.
 
-    support_GE = used_GE if coverage >= 1.0 else votes.named(1)
-    support_GE = _add_heaviest(support_GE, natural_GE, coverage)
-    support_GE = _fill_deficits(support_GE, votes, coverage)
-    support_GE = _make_feasible(support_GE, selection_VE, votes)
+    ``group_V`` (int64) says to which support each belongs, ``natural_VK`` what it chooses without one (None: unknown).
+    """
+    if natural_VK is None:
+        natural_VK = natural_order(selection_VE, spec, spec.top_k)
+    votes = _Votes(natural_VK, combine_VE, group_V, supports, spec)
+    natural_GE, used_GE = _add_up(votes.at_VC, votes.units_VC, votes.shape), votes.named(spec.top_k)
+    support_GE = used_GE
+    if coverage < 1.0:
+        support_GE = _add_heaviest(votes.named(1), natural_GE, coverage)
+        # One that is larger than this is settled already, whatever joins it.
+        limit_G = used_GE.sum(dim=1) * (1.0 - least_saving if least_saving > 0.0 else spec.num_experts)
+        if max_support is not None:
+            limit_G = torch.full_like(limit_G, max_support)
+        open_G = support_GE.sum(dim=1) <= limit_G
+        if not bool(open_G.all()):
+            rows_N = open_G[group_V].nonzero().squeeze(1)
+            selection_VE, combine_VE, group_V = (x.index_select(0, rows_N) for x in (selection_VE, combine_VE, group_V))
+        if group_V.numel():
+            # Only the grouped kind has groups to stay in: what lies elsewhere a row could not choose.
+            usable = spec.topk_group * spec.group_size if spec.kind == "sigmoid_group" else spec.num_experts
+            ids_VC = natural_order(selection_VE, spec, min(candidate_factor * spec.top_k, usable))
+            votes = _Votes(ids_VC, combine_VE, group_V, supports, spec)
+            support_GE = _fill_deficits(support_GE, votes, coverage, limit_G)
+            support_GE = _make_feasible(support_GE, selection_VE, votes)
     support_GE = settle(support_GE, used_GE, natural_GE, coverage, max_support, least_saving)
     return support_GE | ~used_GE.any(dim=1, keepdim=True)
 
@@ -98,21 +116,16 @@ class _Votes:
     """Each voting row's candidate experts, in the order in which the row would choose them: natural top-k first.
 
     Attributes:
-        ids_VC, weights_VC: experts, and their weights in fp32.
         at_VC: the experts' places in a flattened ``[G,E]``.
+        weights_VC: their weights in fp32.
         units_VC: int64, the weights in `UNITS`.
         own_V: natural weight of each row.
     """
 
-    def __init__(
-        self, selection_VE: Tensor, combine_VE: Tensor, group_V: Tensor, supports: int, spec: RouterSpec, factor: int
-    ):
+    def __init__(self, ids_VC: Tensor, combine_VE: Tensor, group_V: Tensor, supports: int, spec: RouterSpec):
         self.group_V, self.shape, self.spec = group_V, (supports, spec.num_experts), spec
-        # Only the grouped kind has groups to stay in: what lies elsewhere a row could not choose.
-        usable = spec.topk_group * spec.group_size if spec.kind == "sigmoid_group" else spec.num_experts
-        self.ids_VC = natural_order(selection_VE, spec, min(factor * spec.top_k, usable))
-        self.at_VC = self.ids_VC if supports == 1 else self.ids_VC + (group_V * spec.num_experts).unsqueeze(1)
-        self.weights_VC = combine_VE.gather(1, self.ids_VC).clamp_min_(0.0)
+        self.at_VC = ids_VC if supports == 1 else ids_VC + (group_V * spec.num_experts).unsqueeze(1)
+        self.weights_VC = combine_VE.gather(1, ids_VC).clamp_min_(0.0)
         self.units_VC = in_units(self.weights_VC)
         self.own_V = self.weights_VC[:, : spec.top_k].sum(1)
 
@@ -151,8 +164,11 @@ def _add_heaviest(support_GE: Tensor, natural_GE: Tensor, coverage: float) -> Te
     return support_GE | torch.zeros_like(support_GE).scatter_(1, order_GE, needed_GE)
 
 
-def _fill_deficits(support_GE: Tensor, votes: _Votes, coverage: float) -> Tensor:
-    """While a row's best K candidates inside weigh too little, add the expert that fills the most missing weight."""
+def _fill_deficits(support_GE: Tensor, votes: _Votes, coverage: float, limit_G: Tensor) -> Tensor:
+    """While a row's best K candidates inside weigh too little, add the expert that fills the most missing weight.
+
+    Supports of more than ``limit_G`` experts are left as they are.
+    """
     at_VC, weights_VC, target_V, group_V = votes.at_VC, votes.weights_VC, coverage * votes.own_V, votes.group_V
     while True:
         inside_VC = _inside(at_VC, support_GE)
@@ -160,13 +176,18 @@ def _fill_deficits(support_GE: Tensor, votes: _Votes, coverage: float) -> Tensor
         deficit_V = target_V - (weights_VC * best_VC).sum(-1)
         # fp32 sums of the same numbers in another order differ in the last bits; a row that close to its target has it.
         short_V = deficit_V > 1e-6 * target_V
-        if not bool(short_V.any()):
-            return support_GE
+        short_G = torch.zeros_like(limit_G, dtype=torch.bool).index_fill_(0, group_V[short_V], True)
+        short_G &= support_GE.sum(dim=1) <= limit_G
         # Supports without a short row are done; all rows of the others are looked at again.
-        rows_N = torch.isin(group_V, group_V[short_V]).nonzero().squeeze(1)
-        at_VC, weights_VC, target_V, group_V = (x[rows_N] for x in (at_VC, weights_VC, target_V, group_V))
-        missing_N1 = (deficit_V * short_V)[rows_N].unsqueeze(-1)
-        gain_GE = _add_up(at_VC, in_units(torch.minimum(weights_VC, missing_N1)), votes.shape)
+        rows_N = short_G[group_V].nonzero().squeeze(1)
+        if not rows_N.numel():
+            return support_GE
+        missing_V = deficit_V * short_V
+        if rows_N.numel() < group_V.numel():
+            at_VC, weights_VC, target_V, group_V, missing_V = (
+                x[rows_N] for x in (at_VC, weights_VC, target_V, group_V, missing_V)
+            )
+        gain_GE = _add_up(at_VC, in_units(torch.minimum(weights_VC, missing_V.unsqueeze(-1))), votes.shape)
         gain_GE = gain_GE.masked_fill(support_GE, 0)
         best_G1 = gain_GE.argmax(dim=1, keepdim=True)
         added_G1 = gain_GE.gather(1, best_G1) > 0

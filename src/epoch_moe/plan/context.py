@@ -8,7 +8,7 @@ Shape suffixes: B sequences, S rows per sequence, N window rows, C lead rows (S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from epoch_moe.checks import FLOAT_DTYPES, flag, instance, tensor, whole, wrong
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.views import ExpertViews
 from epoch_moe.plan import refusals
-from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
+from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.capture import CapturedIterations, CudaGraph, Graph, Run, check_capture
 from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.patched import layers_of, patched_of
 from epoch_moe.plan.ranks import OtherRanks
 from epoch_moe.plan.recorder import ExpertRecorder
@@ -40,6 +42,7 @@ class BlockPlanContext:
     Attributes:
         counters: work so far; ``counters.read()`` gives the numbers.
         lm_head_rows: ``"live"`` under a plan, ``"block"`` without.
+        latest: the last forward of the open block.
 
     Example:
         >>> import epoch_moe, torch
@@ -75,12 +78,15 @@ class BlockPlanContext:
         self.lm_head_rows: LmHeadRows = "block" if config is None else "live"
         self._ranks = OtherRanks(self._patched, config, self.counters)
         self._decode: Hold | None = None
+        self._layers: list[ExpertViews] | None = None  # during a decode that was entered
         self._plan: BlockPlan | None = None
+        self._finished: BlockPlan | None = None  # what the next block goes on with, see `EpochConfig.commit`
+        self._sequences: list[int] = []  # of it that are still decoded
         self._open: Hold | None = None
         self._entered = False
         self._shape = 0, 0
-        self._latest: ForwardPlan | DenseForward | None = None
-        self._kept: dict[tuple[int, int, int, bool, int], BlockPlan] | None = None
+        self.latest: ForwardPlan | DenseForward | None = None
+        self._kept: dict[tuple[int, int, int, bool, int, bool], BlockPlan] | None = None
         self.recording = False  # then `CapturedIterations` enters the forward in the history
 
     def __enter__(self) -> BlockPlanContext:
@@ -97,22 +103,35 @@ class BlockPlanContext:
             if kind is None:
                 self.finish()
         finally:
+            self._finished = self._layers = None
             self._patched.slot.release(held)
 
     def begin_block(
-        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
+        self,
+        *,
+        batch: int,
+        window: int,
+        prefix: int = 0,
+        prefix_constant: bool = False,
+        future: int = 0,
+        only_live: bool = False,
     ) -> None:
-        """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded."""
+        """Open a block; see `BlockPlan` for the arguments. An unfinished earlier block is discarded.
+
+        ``only_live`` promises that the last MoE layer is in the model's last layer, and that what comes out of that is
+        read for live rows alone. With ``commit="drift"`` this must be the block behind the last one of this context.
+        """
         refusals.check_begin(self._patched.routing_block, batch, window, prefix, prefix_constant, future)
+        flag("only_live", only_live)
         self.end_block()
-        layers = self._patched.ensure_stacked()
+        layers = self._stacked()
         if self.config is not None:
             refusals.check_devices(layers)
         self._open, self._entered = self._patched.slot.hold("a block"), False
         self._shape = batch, window
         if self.config is not None:
             compact = self._patched.compact_for(self.config, layers)
-            kept, shape = self._kept, (batch, window, prefix, prefix_constant, future)
+            kept, shape = self._kept, (batch, window, prefix, prefix_constant, future, only_live)
             if kept is not None and shape in kept and kept[shape].compact is compact:
                 self._plan = kept[shape]
                 self._plan.restart()
@@ -125,26 +144,60 @@ class BlockPlanContext:
                     prefix=prefix,
                     prefix_constant=prefix_constant,
                     future=future,
+                    only_live=only_live,
                     counters=self.counters,
                     compact=compact,
                 )
+                if self._finished is not None and batch == len(self._sequences):
+                    self._plan.follow(self._finished, self._sequences)
+                self._finished = None
             if kept is not None:
                 kept[shape] = self._plan
 
+    def _stacked(self) -> list[ExpertViews]:
+        """The layers' weights; within an entered decode as of its begin, as each layer compares its own anyway."""
+        if self._decode is None:
+            return self._patched.ensure_stacked()
+        if self._layers is None:
+            self._layers = self._patched.ensure_stacked()
+        return self._layers
+
     def end_block(self) -> None:
-        """Discard the block's supports, masks and caches. Only K/V lives on."""
-        self._ranks.after_block(self._plan)
-        self._plan = self._latest = None
+        """Discard the block's supports, masks and caches. Only K/V lives on; with ``commit="drift"``, caches do too."""
+        plan, self._plan, self.latest = self._plan, None, None
+        if plan is not None and plan.forwards:
+            # Recordings hold the addresses of their block's caches.
+            goes_on = plan.config.commit == "drift" and plan.config.refresh_interval != 1 and self._kept is None
+            if not self._ranks.after_block(plan) and goes_on:
+                self._finished, self._sequences = plan, list(range(plan.batch))
         if self._open is not None:
             self._patched.slot.release(self._open)
         self._open = None
 
+    def select(self, sequences: Sequence[int]) -> None:
+        """Between two blocks: the decode goes on with these sequences of the batch alone, in this order."""
+        if self._open is not None:
+            raise RuntimeError("select: a block is open: sequences come and go between blocks")
+        if self._finished is not None:
+            most = len(self._sequences) - 1
+            self._sequences = [self._sequences[whole("sequences", one, "of the batch", most=most)] for one in sequences]
+
     @contextmanager
     def block(
-        self, *, batch: int, window: int, prefix: int = 0, prefix_constant: bool = False, future: int = 0
+        self,
+        *,
+        batch: int,
+        window: int,
+        prefix: int = 0,
+        prefix_constant: bool = False,
+        future: int = 0,
+        only_live: bool = False,
     ) -> Iterator[None]:
         """`begin_block` and `end_block` around a block, also when it ends by an exception."""
-        self.begin_block(batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant, future=future)
+        self.begin_block(
+            batch=batch, window=window, prefix=prefix, prefix_constant=prefix_constant, future=future,
+            only_live=only_live,
+        )  # fmt: skip
         try:
             yield
             self.check_capacity()
@@ -208,8 +261,9 @@ class BlockPlanContext:
             self._ranks.after_forward()
         except BaseException:
             self.end_block()
+            self._finished = None
             raise
-        self._latest, self._entered = forward, True
+        self.latest, self._entered = forward, True
         self.counters.add_forward(forward.num_rows)
         if isinstance(forward, ForwardPlan) and self._plan is not None:
             self._plan.complete(forward)
@@ -245,11 +299,6 @@ class BlockPlanContext:
             raise RuntimeError("no block is open: call begin_block, or use `with context.block(...)`")
         return self._plan
 
-    @property
-    def latest(self) -> ForwardPlan | DenseForward | None:
-        """The last forward of the open block."""
-        return self._latest
-
     def replayed(self, forward: ForwardPlan) -> None:
         """Note on the host that a recorded iteration was done again."""
         plan = self.open_plan()
@@ -257,7 +306,7 @@ class BlockPlanContext:
             layer.entered = layer.last_forward = plan.forwards
         plan.forwards += 1
         self.counters.forwards += 1
-        self._latest = forward
+        self.latest = forward
 
     def check_capacity(self) -> None:
         """Were all fresh rows computed? To be asked where tokens are read, after forwards with a ``capacity``.
@@ -279,7 +328,8 @@ class BlockPlanContext:
         refusals.check_prefill(ids_BS, valid_BS)
         if self._open is not None:
             raise RuntimeError("a block is open: prompt rows of its forwards are lead rows (`lead=`)")
-        self._patched.ensure_stacked()
+        self._finished = None  # the next block follows these rows
+        self._stacked()
         forward = DenseForward(self.counters, ids_BS.shape, valid_BS, cold=True, once=True)
         self._ranks.before_prefill(ids_BS)
         with self._patched.slot.activate(forward):
@@ -294,6 +344,7 @@ class BlockPlanContext:
         end of a ``with`` block does so, and `epoch_moe.generate`; within `epoch_moe.in_step` its end does.
         """
         self.end_block()
+        self._finished = None
         self._ranks.finish()
 
     def end_iteration(self, confidence_BS: Tensor | None = None) -> None:
@@ -306,8 +357,8 @@ class BlockPlanContext:
         """
         if confidence_BS is not None:
             tensor("confidence_BS", confidence_BS, FLOAT_DTYPES, ("sequences", "rows"))
-        if self._patched.slot.listener is not None and self._latest is not None:
-            self._patched.slot.listener.end_forward(self._latest, confidence_BS)
+        if self._patched.slot.listener is not None and self.latest is not None:
+            self._patched.slot.listener.end_forward(self.latest, confidence_BS)
 
     def count_lm_head(self, rows: int) -> None:
         """Count rows that went through the LM head."""
@@ -337,7 +388,7 @@ class UntrackedContext:
         """See `BlockPlanContext.end_iteration`, `BlockPlanContext.count_lm_head` and their like."""
 
     iteration = prefill = block
-    finish = count_lm_head = count_attention = end_iteration
+    finish = select = count_lm_head = count_attention = end_iteration
 
 
 def open_context(

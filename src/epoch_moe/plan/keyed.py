@@ -16,7 +16,7 @@ All memory is allocated once, at addresses that never change. The rules are thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,16 @@ from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, instance, tensor,
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows, list_rows
-from epoch_moe.plan.rules import NO_TOKEN, RowClasses, RowMasks, RowPlaces, cached_rows, decide_rows
+from epoch_moe.plan.rules import (
+    NO_TOKEN,
+    RowClasses,
+    RowMasks,
+    RowPlaces,
+    cached_rows,
+    decide_rows,
+    leave_out,
+    still_rows,
+)
 from epoch_moe.plan.support import SupportState, uses_support
 from epoch_moe.routing import RouterSpec
 
@@ -77,7 +86,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class FreshRows:
-    """One forward's decision, the same for all layers.
+    """One forward's decision, the same for all layers; or, by drift, that of one layer (`RowStore.layer_rows`).
 
     Attributes:
         rows: index lists (`fresh_R`: the rows to compute) and host counts.
@@ -86,6 +95,9 @@ class FreshRows:
         ids_T: int64, the tokens that outputs of this forward belong to.
         rebuild_L: per layer, bool ``[S]``: slots that compile their support in this forward; None where none does.
         number: of the forward, counted by the store.
+        classes, places: what the forward's rows are, and where they belong.
+        layer: whose decision this is; None: nobody's yet, or all layers'.
+        x_NH: by drift, the layer's input of the rows whose outputs are cached.
     """
 
     rows: ListedRows
@@ -94,6 +106,10 @@ class FreshRows:
     ids_T: Tensor
     rebuild_L: tuple[Tensor | None, ...]
     number: int
+    classes: RowClasses
+    places: RowPlaces
+    layer: int | None = None
+    x_NH: Tensor | None = None
 
     @property
     def num_fresh(self) -> int:
@@ -120,7 +136,8 @@ class RowStore:
     """Supports and routed outputs of up to ``max_slots`` requests, for one model (or pipeline stage).
 
     Args:
-        config: the plan's choices; ``support_scope="batch"`` for a single slot only.
+        config: the plan's choices; ``support_scope="batch"`` for a single slot only. Rows of a finished block have no
+            state here (`NO_STATE`), so ``commit`` changes nothing: they are all computed.
         router: the layers' router; not the block-pool kind (see `epoch_moe.functional.supports`).
         num_layers: L.
         max_slots: S.
@@ -175,11 +192,6 @@ class RowStore:
             raise wrong("dtype", dtype, "a torch dtype of floating point")
         if router.kind == "block_pool":
             raise ValueError("router kind 'block_pool' needs the scores of whole routing blocks: see supports(router)")
-        if config.watches_drift:
-            raise ValueError(
-                f"drift={config.drift}, live_drift={config.live_drift}: a RowStore decides its rows once per forward, "
-                "and drift is decided in every layer; leave both None"
-            )
         config.check_model(num_layers)
         if config.support_scope == "batch" and max_slots > 1:
             raise ValueError(
@@ -191,6 +203,9 @@ class RowStore:
         entries = max_slots * window
         self.cache_LMH = torch.empty(num_layers, entries, hidden_size, dtype=dtype, device=device)
         self.device = self.cache_LMH.device
+        self._inputs: Tensor | None = None
+        if config.watches_drift:
+            self._inputs = self.cache_LMH.new_empty(num_layers, entries + 1, hidden_size)
         # One entry more than there are: rows without state write there.
         self._stamps = torch.full((entries + 1,), NO_TOKEN, device=self.device)
         self._voided = torch.zeros(entries + 1, dtype=torch.bool, device=self.device)
@@ -213,8 +228,8 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Device memory of the store."""
-        own = (self.cache_LMH, self._stamps, self._voided, self.support_LSE, self._short_LS)
-        return sum(t.numel() * t.element_size() for t in own) + 24 * self.max_slots
+        own = (self.cache_LMH, self._inputs, self._stamps, self._voided, self.support_LSE, self._short_LS)
+        return sum(t.numel() * t.element_size() for t in own if t is not None) + 24 * self.max_slots
 
     # ----------------------------------------------------------------------------------------------------- one forward
 
@@ -250,7 +265,7 @@ class RowStore:
         self._check(keys, ids_T, live_T, changed_T)
         ids_T = ids_T.to(torch.int64, copy=True)
         slots, classes, places = self._classify(keys, ids_T, live_T, mask_id, changed_T)
-        masks = decide_rows(classes, restrict_new=self.config.restrict_new)
+        masks = decide_rows(classes, self.config)
         if self.config.recompile == "refresh":
             rebuild_LS = slots.full_S.expand_as(self._short_LS)
         else:
@@ -265,8 +280,23 @@ class RowStore:
         )
         self._number += 1
         self._restored = set()
-        self._open = FreshRows(rows, masks, slots, ids_T, rebuild_L, self._number)
+        self._open = FreshRows(rows, masks, slots, ids_T, rebuild_L, self._number, classes, places)
         return self._open
+
+    def layer_rows(self, layer: int, fresh: FreshRows, x_TH: Tensor) -> FreshRows:
+        """What one layer computes of a forward, by drift from its input; without drift that is ``fresh``.
+
+        One host sync, by drift.
+        """
+        self.check_open(fresh)
+        if self._inputs is None:
+            return fresh
+        tensor("x_TH", x_TH, self.cache_LMH.dtype, (fresh.places.total, self.cache_LMH.shape[2]), self.device)
+        assert self._open is not None
+        still_T = still_rows(x_TH, self._inputs[layer], fresh.places, fresh.classes, self.config.of_layer(layer))
+        masks = leave_out(self._open.masks, self._open.masks.drifting_T & still_T)
+        rows = list_rows(masks, fresh.places)[0]
+        return replace(fresh, rows=rows, masks=masks, layer=layer, x_NH=x_TH[rows.fresh_R[rows.store_src]])
 
     def _classify(
         self, keys: RowKeys, ids_T: Tensor, live_T: Tensor, mask_id: int | None, changed_T: Tensor | None
@@ -357,7 +387,8 @@ class RowStore:
                 f"MoE layers {missing} of {self.num_layers} were not restored in this forward: call restore_rows for "
                 "every layer before complete, or drop the forward"
             )
-        rows = fresh.rows
+        assert self._open is not None
+        rows = self._open.rows
         tokens = fresh.ids_T[rows.fresh_R[rows.store_src]]
         self._stamps[rows.store_dst] = tokens.masked_fill(self._voided[rows.store_dst], NO_TOKEN)
         self._forwards_S += fresh.slots.active_S
@@ -401,14 +432,19 @@ class RowStore:
     # -------------------------------------------------------------------------------------------- what layers ask for
 
     def check_open(self, fresh: FreshRows, layer: int | None = None) -> None:
-        """Refuse a decision that is not the last one, and a layer that does not exist."""
-        if self._open is not fresh:
+        """Refuse a decision that is not the last one, a layer that does not exist, and, by drift, another layer's."""
+        if self._open is None or self._open.ids_T is not fresh.ids_T:
             raise RuntimeError(
                 f"these rows are of forward {fresh.number}, which is over or was replaced by a later fresh_rows (the "
                 f"store is at {self._number}): use the FreshRows of the forward under way"
             )
         if layer is not None and not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer}: expected 0..{self.num_layers - 1}, the place among the MoE layers")
+        if layer is not None and self._inputs is not None and fresh.layer != layer:
+            raise ValueError(
+                f"these rows are of {'no layer' if fresh.layer is None else f'layer {fresh.layer}'}: by drift each one "
+                f"computes rows of its own, call layer_rows(store, {layer}, fresh, x_TH) in front of it"
+            )
 
     def support_state(self, layer: int, fresh: FreshRows) -> SupportState:
         """The layer's supports for `route_fresh`; hand the result to `keep_support`."""
@@ -421,8 +457,11 @@ class RowStore:
         short_S = torch.zeros_like(fresh.slots.active_S) if state.short_G is None else state.short_G
         self._short_LS[layer].copy_(torch.where(fresh.slots.active_S, short_S, self._short_LS[layer]))
 
-    def mark_restored(self, layer: int) -> None:
-        """Note that the layer's cache reflects the forward under way."""
+    def mark_restored(self, layer: int, fresh: FreshRows) -> None:
+        """Note that the layer's cache reflects the forward under way, and keep what it was computed on."""
+        if self._inputs is not None:
+            assert fresh.x_NH is not None
+            self._inputs[layer].index_copy_(0, fresh.rows.store_dst, fresh.x_NH)
         self._restored.add(layer)
 
     # ---------------------------------------------------------------------------------------------------------- checks

@@ -138,14 +138,24 @@ def list_rows(masks: RowMasks, places: RowPlaces, *flags: Tensor) -> tuple[Liste
     Returns:
         The lists, and the values of ``flags``, one after the other.
     """
-    lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.voting_T)
-    counts = torch.stack([mask_T.sum() for mask_T in lists])
+    counts = count_rows(masks)
     numbers = read(torch.cat([counts, *(flag.reshape(-1).to(counts) for flag in flags)]))
-    valid, fresh, reuse, stored, restricted, voting = numbers[: len(lists)]
+    return rows_of_counts(masks, places, numbers[: len(counts)]), numbers[len(counts) :]
+
+
+def count_rows(masks: RowMasks) -> Tensor:
+    """What `rows_of_counts` must know on the host: int64 ``[6]``."""
+    lists = (masks.valid_T, masks.fresh_T, masks.reuse_T, masks.stored_T, masks.restricted_T, masks.voting_T)
+    return torch.stack([mask_T.sum() for mask_T in lists])
+
+
+def rows_of_counts(masks: RowMasks, places: RowPlaces, counts: list[int]) -> ListedRows:
+    """The rows as lists, from the values of `count_rows`."""
+    valid, fresh, reuse, stored, restricted, voting = counts
     fresh_R, reuse_dst = true_places(masks.fresh_T, fresh), true_places(masks.reuse_T, reuse)
     entry_R = places.entry_T[fresh_R]
     store_src = true_places(masks.stored_T[fresh_R], stored)
-    rows = ListedRows(
+    return ListedRows(
         places=places,
         fresh_R=fresh_R,
         restricted_R=masks.restricted_T[fresh_R],
@@ -161,7 +171,6 @@ def list_rows(masks: RowMasks, places: RowPlaces, *flags: Tensor) -> tuple[Liste
         num_restricted=restricted,
         num_voting=voting,
     )
-    return rows, numbers[len(lists) :]
 
 
 def read(numbers: Tensor) -> list[int]:

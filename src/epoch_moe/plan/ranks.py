@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
-from epoch_moe.plan.block_plan import BlockPlan, ForwardPlan
+from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.patched import Patched, patched_of
 from epoch_moe.plan.slot import DenseForward
 from epoch_moe.plan.turns import Turn
@@ -49,12 +50,13 @@ class OtherRanks:
         if self._patched.ep is not None:
             self._patched.ep.check_capacity()
 
-    def after_block(self, plan: BlockPlan | None) -> None:
+    def after_block(self, plan: BlockPlan) -> bool:
         """Keep a finished block's plan while other ranks may still be at a block whose support is everybody's."""
-        if self._begins_together and plan is not None and plan.forwards:
+        if self._begins_together:
             assert self._patched.ep is not None
             self._patched.ep.idle_plan = plan
             plan.watch = None  # the model must not hold itself
+        return self._begins_together
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -12,12 +12,18 @@ from torch import Tensor
 
 from epoch_moe.checks import FLOAT_DTYPES, MOST, WHOLE_DTYPES, flag, tensor, whole
 from epoch_moe.experts.views import ExpertViews
-from epoch_moe.plan.block_plan import check_block
 
 
 def check_begin(pool: int | None, batch: int, window: int, prefix: int, prefix_constant: bool, future: int) -> None:
     """The arguments of a block, on a model whose rows share pools of experts in routing blocks of ``pool``."""
-    check_block(batch, window, prefix, future)
+    whole("batch", batch, "sequences", least=1)
+    whole("window", window, "rows of a sequence", least=1)
+    whole("prefix", prefix, "rows before the block", least=-MOST)
+    whole("future", future, "rows behind the block", least=-MOST)
+    if prefix < 0 or future < 0 or prefix + future >= window:
+        raise ValueError(
+            f"prefix={prefix} and future={future} must be at least 0 and leave rows of the window={window} to the block"
+        )
     flag("prefix_constant", prefix_constant)
     if pool is not None and prefix_constant and prefix % pool:
         raise ValueError(

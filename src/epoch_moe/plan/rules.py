@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from epoch_moe.config import EpochConfig
+
 NO_TOKEN = -1
 """Token stamp of a cache entry that holds nothing."""
 
@@ -60,10 +62,11 @@ class RowClasses:
         edited_T: live rows that hold a token: decoders that edit tokens may still replace it.
         cached_T: rows whose cache entry was computed for their present token.
         block_T: rows of the current block, for which the support speaks.
-        constant_T: rows before the block that cannot change within it (block-causal mask).
+        constant_T: rows before the block that cannot change behind its first forward (block-causal mask), or that are
+            not seen again.
         awake_T: MASK rows of later blocks that are computed on every forward; no output of theirs is kept.
-        cold_T: rows whose block is in its first forward: nothing is reused or restricted.
-        full_T: rows that are recomputed whatever is cached (cold, commit or refresh), but for constant ones.
+        cold_T: rows whose block is in its first forward: nothing is restricted.
+        full_T: rows that are recomputed whatever is cached.
     """
 
     valid_T: Tensor
@@ -118,33 +121,26 @@ def cached_rows(stamp_T: Tensor, ids_T: Tensor, changed_T: Tensor | None) -> Ten
     return cached_T if changed_T is None else cached_T & ~changed_T
 
 
-def decide_rows(
-    rows: RowClasses, *, restrict_new: bool, drift: bool = False, live_drift: bool = False
-) -> RowMasks:
-    """What happens to each row, from its class.
-
-    Args:
-        rows: of the forward.
-        restrict_new: the block's decoded rows select inside the support too.
-        drift: layers decide by their own inputs which stable rows are reused.
-        live_drift: likewise for rows whose logits are read or that hold a MASK, which are cached then.
-    """
+def decide_rows(rows: RowClasses, config: EpochConfig) -> RowMasks:
+    """What happens to each row of a forward, from its class."""
     undecided_T = rows.live_T | rows.awake_T
+    drift, live_drift = config.drift is not None, config.live_drift is not None
     keeps_T = rows.state_T if live_drift else rows.state_T & ~undecided_T
-    kept_T = rows.valid_T & keeps_T & rows.cached_T
-    due_T = rows.cold_T | (rows.full_T & ~rows.constant_T)
-    usable_T = kept_T & ~due_T
-    # What cannot change within the block is reused without a look at it.
+    kept_T = keeps_T & rows.cached_T
+    if not drift:  # by age alone, and nobody counts that of a row that was not there
+        kept_T = kept_T & rows.valid_T
+    usable_T = rows.valid_T & kept_T & ~rows.full_T
     drifting_T = usable_T & (undecided_T if live_drift else torch.zeros_like(kept_T))
     if drift:
-        drifting_T = drifting_T | (usable_T & ~undecided_T & ~rows.constant_T)
+        # What cannot change any more is reused without a look at it.
+        drifting_T = drifting_T | (usable_T & ~undecided_T & (rows.cold_T | ~rows.constant_T))
     reuse_T = usable_T & ~drifting_T
     fresh_T = rows.valid_T & ~reuse_T
     # A support is compiled from undecoded rows. A row that holds a token routes otherwise, also where it is live.
     undecoded_T = rows.live_T & ~rows.edited_T
     warm_T = fresh_T & ~rows.cold_T
     # The support speaks for the block's rows: rows before and behind it route freely under either setting.
-    restricted_T = warm_T & (rows.block_T if restrict_new else undecoded_T)
+    restricted_T = warm_T & (rows.block_T if config.restrict_new else undecoded_T)
     return RowMasks(
         valid_T=rows.valid_T,
         fresh_T=fresh_T,
@@ -158,24 +154,40 @@ def decide_rows(
     )
 
 
+def only(masks: RowMasks, rows_T: Tensor) -> RowMasks:
+    """The masks of one layer that does nothing with other rows than ``rows_T``: these come out as zeros."""
+    names = ("fresh_T", "reuse_T", "stored_T", "restricted_T", "joining_T", "voting_T", "drifting_T")
+    return replace(masks, **{name: getattr(masks, name) & rows_T for name in names})
+
+
+def still_rows(
+    x_TH: Tensor, inputs_M1H: Tensor, places: RowPlaces, rows: RowClasses, config: EpochConfig
+) -> Tensor:
+    """Rows whose input of a layer has hardly moved since their cached output was computed: bool ``[T]``.
+
+    Args:
+        x_TH: the layer's input.
+        inputs_M1H: the inputs of the cached outputs; what entries hold that were never written does not matter.
+        config: of the layer (`EpochConfig.of_layer`).
+    """
+    assert not isinstance(config.drift, tuple) and not isinstance(config.live_drift, tuple)
+    cosine_T = torch.cosine_similarity(x_TH.float(), inputs_M1H[places.entry_T].float(), dim=-1).clamp(max=1.0)
+    # An input that is no number compares as moved.
+    still_T = cosine_T > (1.0 if config.drift is None else config.drift)
+    if config.live_drift is not None:
+        still_T = torch.where(rows.live_T | rows.awake_T, cosine_T > config.live_drift, still_T)
+    return still_T
+
+
 def leave_out(masks: RowMasks, still_T: Tensor) -> RowMasks:
     """The masks of one layer: of the forward's fresh rows, those in ``still_T`` take their cached output instead."""
-    moved_T = ~still_T
-    return replace(
-        masks,
-        fresh_T=masks.fresh_T & moved_T,
-        reuse_T=masks.reuse_T | still_T,
-        stored_T=masks.stored_T & moved_T,
-        restricted_T=masks.restricted_T & moved_T,
-        joining_T=masks.joining_T & moved_T,
-        voting_T=masks.voting_T & moved_T,
-    )
+    return replace(only(masks, ~still_T), reuse_T=masks.reuse_T | still_T)
 
 
 def stamps_after(masks: RowMasks, stamp_T: Tensor, ids_T: Tensor) -> Tensor:
     """Stamps of the rows' entries after a forward that did not fail: int64 ``[T]``.
 
-    An entry that the forward could not have used (edited, masked again, live, declared changed, of a row that was not
-    there) is lost for good: the row may come back with its old token.
+    An entry that the forward could not have used (edited, masked again, live, declared changed; by age alone also of a
+    row that was not there) is lost for good: the row may come back with its old token.
     """
     return torch.where(masks.stored_T, ids_T, stamp_T.masked_fill(~masks.kept_T, NO_TOKEN))

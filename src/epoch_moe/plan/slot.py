@@ -19,8 +19,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from epoch_moe.plan.block_plan import ForwardPlan
 from epoch_moe.plan.counters import Counters
+from epoch_moe.plan.forward import ForwardPlan
 
 
 class DenseForward:

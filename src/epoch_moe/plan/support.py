@@ -78,11 +78,14 @@ class TorchSelection:
         self, scores: Scores, spec: RouterSpec, config: EpochConfig, dtype: torch.dtype, pools_RE: Tensor | None
     ):
         self.scores, self.spec, self.config, self.dtype, self.pools_RE = scores, spec, config, dtype, pools_RE
+        self._natural_RK: Tensor | None = None
 
     def choose(self, support_GE: Tensor | None = None, group_R: Tensor | None = None) -> Chosen:
         """See `Selection`."""
         inside = self.pools_RE if support_GE is None else support_GE[group_R]
         ids_RK = select(self.scores.selection_TE, self.spec, inside)
+        if inside is None:
+            self._natural_RK = ids_RK
         weights_RK = combine_weights(self.scores.combine_TE, ids_RK, self.spec, self.dtype)
         return Chosen(ids_RK, weights_RK, _weight(self.scores, ids_RK))
 
@@ -98,6 +101,7 @@ class TorchSelection:
             voting_V = (voting_R & only_G[group_R]).nonzero().squeeze(1)
         selection_VE, weights_VE = self.scores.selection_TE[voting_V], self.scores.combine_TE[voting_V]
         group_V = group_R[voting_V]
+        natural_VK = None if shared is not None or self._natural_RK is None else self._natural_RK[voting_V]
         if shared is not None:
             selection_VE, weights_VE, here_V = shared.gather(selection_VE, weights_VE)
             selection_VE, weights_VE = selection_VE[here_V], weights_VE[here_V]
@@ -112,6 +116,7 @@ class TorchSelection:
             self.config.candidate_factor,
             max_support=self.config.max_support,
             least_saving=self.config.least_saving,
+            natural_VK=natural_VK,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.slot import DenseForward
 from epoch_moe.residency.demand import Demand, others, rows_of
 from epoch_moe.residency.policies import Observer

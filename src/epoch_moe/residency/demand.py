@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epoch_moe.plan.block_plan import ForwardPlan
+from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.slot import DenseForward
 
