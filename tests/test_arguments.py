@@ -167,7 +167,7 @@ TABLE: dict[str, tuple[Call, dict[str, str]]] = {
         {"model": "required", "config": "object", "record": "flag"}),
     "begin_block": (lambda models, **a: context_of(models).begin_block(**{"batch": 1, "window": 3, **a}),
                     {"batch": "whole", "window": "whole", "prefix": "whole", "future": "whole",
-                     "prefix_constant": "flag"}),
+                     "prefix_constant": "flag", "only_live": "flag"}),
     "iteration": (in_block, {
         "ids_BS": "tensor", "mask_id": "any whole or None", "valid_BS": "bools or None", "live_BN": "bools or None",
         "changed_BN": "bools or None", "lead": "whole", "capacity": "whole or None",
@@ -180,7 +180,7 @@ TABLE: dict[str, tuple[Call, dict[str, str]]] = {
         "coverage": "real or None", "candidate_factor": "whole", "least_saving": "real",
         "max_support": "whole or None", "on_miss": "word", "restrict_new": "flag", "join": "flag",
         "support_scope": "word", "coverage_floor": "real or None", "recompile": "word",
-        "refresh_interval": "whole or None", "future_rows": "word", "backend": "word",
+        "refresh_interval": "whole or None", "commit": "word", "future_rows": "word", "backend": "word",
     }),
     "EpochConfig.preset": (lambda models, preset: EpochConfig.preset(preset), {"preset": "required"}),
     "ResidencyConfig": (lambda models, **a: ResidencyConfig(**a), {
