@@ -57,7 +57,8 @@ def test_the_trace_of_a_layer_is_what_a_decode_with_its_setting_computes(tiny: A
             work, place = generate(model, ids, plan=plan, **options).counters.read().per_layer[-1], CHOICES.index(own)
             assert float(rows_S[place]) == pytest.approx(work.rows, rel=slack)
             assert float(experts_S[place]) == pytest.approx(work.active_experts, rel=slack)
-            assert rows_S[place] < rows_S[everything] and error_S[place] > 0.0
+            saves = own.live_drift < 1.0  # of decoded rows the last layer computes nothing anyway
+            assert (rows_S[place] < rows_S[everything]) == (error_S[place] > 0.0) == saves
 
 
 def test_allocations_go_from_the_least_error_to_the_least_cost() -> None:

@@ -68,7 +68,7 @@ def test_signatures_are_these() -> None:
     assert parameters(epoch_moe.EpochConfig) == [
         "coverage", "candidate_factor", "least_saving", "max_support", "on_miss", "restrict_new", "join",
         "support_scope", "coverage_floor", "recompile", "refresh_interval", "drift", "live_drift", "commit",
-        "future_rows", "backend",
+        "future_rows", "backend", "checkpoint",
     ]
 
 
