@@ -15,6 +15,7 @@ import epoch_moe.patching.refuse
 import epoch_moe.plan.forward
 import epoch_moe.plan.support
 from epoch_moe.config import EpochConfig
+from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext
@@ -34,7 +35,7 @@ def iterations(config: EpochConfig, forwards: int = 3, capacity: int | None = No
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         # Fake parameters have no memory to compare or to move, and are no plain parameters.
         patch.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
-        patch.setattr(ExpertWeights, "check", lambda self: None)
+        patch.setattr(Layout, "check", lambda self: None)
         patch.setattr(
             ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
         )
