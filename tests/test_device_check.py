@@ -22,8 +22,8 @@ def device(monkeypatch):
 @pytest.fixture
 def block(device, monkeypatch):
     """A tiny block's decode; the references in the kernels' place."""
-    from device_reference import use_references
     from parts.device_decode import Decode, make_model
+    from parts.device_reference import use_references
 
     use_references(monkeypatch)
     monkeypatch.setattr(epoch_moe.models.decoder, "_check_ids", lambda *args: None)  # as on a GPU

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decode import make_decode, patched_model
-from device_reference import use_references
+from parts.device_reference import use_references
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from decode import make_decode, patched_model, planned, plant_nan
-from device_reference import use_references
 from helpers import relative_error
+from parts.device_reference import use_references
 
 import epoch_moe
 from epoch_moe.config import EpochConfig

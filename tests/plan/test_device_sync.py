@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from fake_cuda import fake_cuda
 from helpers import GOLDEN
+from parts.fake_cuda import fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import epoch_moe

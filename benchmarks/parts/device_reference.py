@@ -5,7 +5,8 @@ Those that look at values are ops, as the kernels are: what records an iteration
 
 from __future__ import annotations
 
-import pytest
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -80,14 +81,22 @@ def _compile_support_device(
     return support_GE
 
 
-def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+class Setter(Protocol):
+    """What replaces an attribute for a while (`pytest.MonkeyPatch`)."""
+
+    def setattr(self, target: object, name: str, value: object) -> None:
+        """Replace it."""
+        ...
+
+
+def use_references(replace: Setter) -> None:
     """Put the references where the library looks for the kernels."""
     from epoch_moe.kernels import atlas, combine_restore, compaction, grouped_mlp, route, worklist
 
-    monkeypatch.setattr(atlas, "compile_support_device", _compile_support_device)
-    monkeypatch.setattr(combine_restore, "combine_restore", _combine_restore)
-    monkeypatch.setattr(combine_restore, "combine", _combine)
-    monkeypatch.setattr(compaction, "compact", compact_reference)
-    monkeypatch.setattr(grouped_mlp, "grouped_mlp", _grouped_mlp)
-    monkeypatch.setattr(route, "route", route_reference)
-    monkeypatch.setattr(worklist, "device_worklist", worklist_reference)
+    replace.setattr(atlas, "compile_support_device", _compile_support_device)
+    replace.setattr(combine_restore, "combine_restore", _combine_restore)
+    replace.setattr(combine_restore, "combine", _combine)
+    replace.setattr(compaction, "compact", compact_reference)
+    replace.setattr(grouped_mlp, "grouped_mlp", _grouped_mlp)
+    replace.setattr(route, "route", route_reference)
+    replace.setattr(worklist, "device_worklist", worklist_reference)
