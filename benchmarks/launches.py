@@ -40,6 +40,7 @@ import epoch_moe.patching.refuse
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding.kv_cache import BlockKVCache
+from epoch_moe.experts.layouts import Layout
 from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
@@ -117,7 +118,7 @@ def fake_device() -> Iterator[None]:
     with Replacements() as replace:
         # Fake parameters have no memory to compare or to move, and are no plain parameters.
         replace.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
-        replace.setattr(ExpertWeights, "check", lambda self: None)
+        replace.setattr(Layout, "check", lambda self: None)
         replace.setattr(
             ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
         )

@@ -38,6 +38,7 @@ KERNEL_LAUNCHES: dict[str, Callable[[Sequence[Any]], int]] = {
     "epoch_moe::grouped_mlp": lambda args: 2,
     "epoch_moe::combine_restore": lambda args: 1,
     "epoch_moe::combine": lambda args: 1,
+    "epoch_moe::tally": lambda args: 1,
     "epoch_moe::norm_rotate": lambda args: 1,
     "epoch_moe::compile_support": lambda args: 11 if args[3] is None else 12,
 }

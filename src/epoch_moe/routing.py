@@ -130,6 +130,9 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor, spec: RouterSpec) -> Tensor:
     with without_autocast(x_TH):
         if spec.kind == "softmax":
             return F.linear(x_TH.to(weight_EH.dtype), weight_EH).float()
+        if x_TH.is_cuda and x_TH.dtype == weight_EH.dtype != torch.float32 and not torch.is_grad_enabled():
+            # Products of 16-bit numbers are exact in fp32: the same sums without two casts.
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
         return F.linear(x_TH.float(), weight_EH.float())
 
 

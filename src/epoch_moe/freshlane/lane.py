@@ -25,6 +25,7 @@ from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.freshlane.dispatch_kinds import Dispatched
 from epoch_moe.freshlane.dispatcher import FreshLaneDispatcher
 from epoch_moe.freshlane.restore import begin_restore, finish_restore, pack
+from epoch_moe.kernels.launch import by_kernels
 from epoch_moe.plan.forward import ForwardPlan, LayerStep
 from epoch_moe.plan.packed import ListedRows
 from epoch_moe.plan.slot import DenseForward, Listener
@@ -80,9 +81,17 @@ class DenseLane:
         """From the layer's input: the rows that go through routed experts, packed ``[R,H]``, and their experts."""
         (batch, seq_len, hidden), forward = x_BSH.shape, self.forward
         x_TH, valid_BS = x_BSH.reshape(-1, hidden), None if forward is None else forward.valid_of((batch, seq_len))
-        routing, scores = route(x_TH, self.gate_EH, self.bias_E, self.router, batch=batch, valid_BS=valid_BS)
+        if self.router.kind != "block_pool" and by_kernels(x_TH):
+            from epoch_moe.kernels.route import route as route_rows
+
+            logits_TE = router_logits(x_TH, self.gate_EH, self.router)
+            ids_TK, weights_TK, _ = route_rows(logits_TE, self.bias_E, self.router, dtype=x_TH.dtype)
+            routing = Routing(ids_TK, weights_TK)
+        else:
+            routing, scores = route(x_TH, self.gate_EH, self.bias_E, self.router, batch=batch, valid_BS=valid_BS)
+            logits_TE = scores.logits_TE
         self.router_output = (
-            scores.logits_TE.view(batch, seq_len, self.router.num_experts),
+            logits_TE.view(batch, seq_len, self.router.num_experts),
             routing.ids_TK.view(batch, seq_len, self.router.top_k),
         )
         self._total = x_TH.shape[0]

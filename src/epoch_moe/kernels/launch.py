@@ -54,3 +54,8 @@ def require_triton(device: torch.device) -> None:
     fits, reason = supports_triton(device)
     if not fits:
         raise ValueError(f"the kernels cannot run here: {reason}")
+
+
+def by_kernels(x: torch.Tensor) -> bool:
+    """Whether small steps around a layer take a kernel: on a GPU that has them, where no gradient is asked for."""
+    return x.is_cuda and not torch.is_grad_enabled() and supports_triton(x.device)[0]

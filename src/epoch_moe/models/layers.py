@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
 from epoch_moe.experts.weights import ExpertWeights
+from epoch_moe.kernels.launch import by_kernels
+from epoch_moe.kernels.norm_rotate_reference import rotate_reference
 from epoch_moe.models.config import DiffusionConfig
 
 
@@ -35,13 +36,27 @@ def rope_tables(position_ids_BS: Tensor, rotary_dim: int, theta: float, dtype: t
 
 
 def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Turn the first R dimensions of every head by the position's angles; pass the others."""
-    rotary_dim = cos_BSR.shape[-1]
-    cos, sin = cos_BSR.unsqueeze(1), sin_BSR.unsqueeze(1)
-    turned, passed = x_BNSD[..., :rotary_dim], x_BNSD[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    rotated = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, passed), dim=-1)
+    """The first R dimensions of every head turned by the position's angles, the others as they were."""
+    if by_kernels(x_BNSD):
+        from epoch_moe.kernels.norm_rotate import norm_rotate
+
+        return norm_rotate(x_BNSD, None, cos_BSR, sin_BSR, 0.0)
+    return rotate_reference(x_BNSD, cos_BSR, sin_BSR)
+
+
+class RMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+    """RMS norm of the last dimension: statistics in fp32, product in the model's dtype."""
+
+    def forward(self, x: Tensor, cos_BSR: Tensor | None = None, sin_BSR: Tensor | None = None) -> Tensor:
+        """The norm of ``x``; with angles, of heads ``[B,N,S,D]`` that are turned by them afterwards."""
+        if by_kernels(x) and self.weight.dtype == x.dtype:
+            from epoch_moe.kernels.norm_rotate import norm_rotate, rms_norm
+
+            if x.dim() != 4:
+                return rms_norm(x, self.weight, self.variance_epsilon)
+            return norm_rotate(x, self.weight, cos_BSR, sin_BSR, self.variance_epsilon)
+        normed: Tensor = super().forward(x)
+        return normed if cos_BSR is None or sin_BSR is None else rotate(normed, cos_BSR, sin_BSR)
 
 
 def attention_bias(
@@ -140,8 +155,8 @@ class Attention(nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads  # transformers' sdpa reads it
         self.is_causal = False
 
-    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, before the rotary embedding."""
+    def heads(self, hidden_states: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``: normed, clipped, queries and keys turned."""
         raise NotImplementedError
 
     def forward(
@@ -153,8 +168,7 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """``[B,S,H] -> [B,S,H]`` and, with eager attention, the weights ``[B,N,S,KV]``."""
-        query, key, value = self.heads(hidden_states)
-        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        query, key, value = self.heads(hidden_states, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = eager_attention_forward

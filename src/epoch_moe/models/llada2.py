@@ -19,7 +19,7 @@ from epoch_moe.decoding.block_diffusion import generate
 from epoch_moe.models.config import DiffusionConfig
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import released_arguments, rest_of
-from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
+from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU, rotate
 from epoch_moe.routing import route
 
 
@@ -189,13 +189,15 @@ class LLaDA2MoeAttention(Attention):
             self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.use_bias)
 
-    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, normed as the configuration says."""
+    def heads(self, hidden_states: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, normed as the configuration says, and turned."""
         all_BNSD = rearrange(self.query_key_value(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
         query, key, value = all_BNSD.split([self.num_heads, *2 * [self.num_key_value_heads]], dim=1)
         if self.config.use_qk_norm:
-            query, key = self.query_layernorm(query), self.key_layernorm(key)
-        return query, key, value
+            query_turn, key_turn = self.query_layernorm, self.key_layernorm
+        else:
+            query_turn = key_turn = rotate
+        return query_turn(query, cos_BSR, sin_BSR), key_turn(key, cos_BSR, sin_BSR), value
 
 
 class LLaDA2MoeDecoderLayer(DecoderLayer):

@@ -17,7 +17,7 @@ from epoch_moe.decoding.semi_autoregressive import Remasking, generate_semi_auto
 from epoch_moe.models.config import DiffusionConfig
 from epoch_moe.models.decoder import DiffusionDecoder, DiffusionLM, DiffusionPreTrainedModel
 from epoch_moe.models.generation import released_arguments, rest_of
-from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU
+from epoch_moe.models.layers import Attention, DecoderLayer, MoEBlock, RMSNorm, SwiGLU, rotate
 from epoch_moe.precision import without_autocast
 from epoch_moe.routing import choose, router_scores
 
@@ -154,18 +154,20 @@ class LLaDAMoEAttention(Attention):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``, normed and clipped as the configuration says."""
+    def heads(self, hidden_states: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B,N,S,D]``, keys and values ``[B,n,S,D]``: normed, clipped as configured, and turned."""
         query, key, value = (
             rearrange(projection(hidden_states), "b s (n d) -> b n s d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        limit = self.config.clip_qkv
+        if self.config.qk_layernorm and limit is None:
+            return self.q_norm(query, cos_BSR, sin_BSR), self.k_norm(key, cos_BSR, sin_BSR), value
         if self.config.qk_layernorm:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.config.clip_qkv is not None:
-            limit = self.config.clip_qkv
+        if limit is not None:
             query, key, value = (x.clamp(-limit, limit) for x in (query, key, value))
-        return query, key, value
+        return rotate(query, cos_BSR, sin_BSR), rotate(key, cos_BSR, sin_BSR), value
 
 
 class LLaDAMoEDecoderLayer(DecoderLayer):

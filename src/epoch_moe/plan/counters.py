@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epoch_moe.kernels.launch import by_kernels
 from epoch_moe.plan.recorder import HISTORY_LENGTH, ExpertRecorder
 
 _INTEGERS = ("pairs", "active_experts", "support_experts", "supports", "rows", "unpaid")
@@ -203,13 +204,19 @@ class Counters:
 
     def add_layer(self, layer: int, rows: int | Tensor, counts_E: Tensor) -> None:
         """One layer's routed work: fresh rows (on the host or the device) and pairs per expert (on the device)."""
-        totals = self._of(self._integers, counts_E.device, len(_INTEGERS), torch.int64)
-        if isinstance(rows, Tensor):
-            totals[layer, 4:5].add_(rows)
-        else:
+        own = self._of(self._integers, counts_E.device, len(_INTEGERS), torch.int64)[layer]
+        device_rows = rows if isinstance(rows, Tensor) else None
+        if not isinstance(rows, Tensor):
             self.rows_L[layer] += rows
-        totals[layer, 0].add_(counts_E.sum())
-        totals[layer, 1].add_((counts_E > 0).sum())
+        if by_kernels(counts_E):
+            from epoch_moe.kernels.tally import tally
+
+            tally(counts_E, device_rows, own[0], own[1], own[4])
+        else:
+            own[0].add_(counts_E.sum())
+            own[1].add_((counts_E > 0).sum())
+            if device_rows is not None:
+                own[4:5].add_(device_rows)
         if self.recorder is not None:
             self.recorder.add_layer(layer, counts_E)
 
