@@ -53,6 +53,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("routing.py", "", "router"),
     ("plan/", "", "plan"),
     ("experts/", "", "experts"),
+    ("kernels/norm_rotate", "", "norms"),
     ("kernels/", "", "experts"),
     ("freshlane/", "", "experts"),
     ("worklist.py", "", "experts"),
