@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
+from atlas_oracle import atlas, choose
 from decode import MASK_ID, Decode, dense, make_decode, moe_blocks, patched_model, plain_model, planned
 from helpers import relative_error
+from lsp_oracle import MASK, Expectation, Oracle
 from torch import Tensor
 
 import epoch_moe.experts.weights
+import epoch_moe.freshlane.lane
 from epoch_moe.config import EpochConfig
 from epoch_moe.experts.run import run_experts
 from epoch_moe.experts.views import ExpertViews
 from epoch_moe.models.llada2 import LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext, UntrackedContext, open_context
-from epoch_moe.routing import NO_EXPERT
+from epoch_moe.plan.support import route_fresh
+from epoch_moe.routing import RouterSpec, Routing, Scores
 
 ALL_EXPERTS = EpochConfig(coverage=None, refresh_interval=None)
 
@@ -117,41 +120,104 @@ def test_router_logits_are_given_and_dense(model: LLaDA2MoeModelLM, how: str) ->
     assert context.counters.read().fallbacks == {"router_logits": 2, "version": 2}
 
 
-@pytest.mark.parametrize("config", [None, EpochConfig(coverage=0.6, refresh_interval=3, on_miss="drop")])
+class Recount:
+    """One layer's work row by row, from router scores alone, as the oracles of LSP and ATLAS say (drop, no join)."""
+
+    def __init__(self, spec: RouterSpec, config: EpochConfig, batch: int) -> None:
+        self.config = config
+        self.spec, self.supports, self.short = spec, [set(range(spec.num_experts))] * batch, [False] * batch
+        self.pairs = self.active_experts = self.support_experts = self.used = self.unpaid = self.shortfalls = 0
+        self.covered_weight = self.natural_weight = 0.0
+
+    def forward(self, selection_RE: Tensor, combine_RE: Tensor, want: Expectation, cold: bool) -> None:
+        selection, combine, fresh = selection_RE.tolist(), combine_RE.tolist(), sorted(want.fresh)
+        chosen = [set(choose(row, self.spec)) for row in selection]
+        rebuilt, self.short = self.short, [False] * len(self.short)
+        for b in range(len(self.supports)):
+            if cold or rebuilt[b]:
+                votes = [row in want.voting and row[0] == b for row in fresh]
+                how = self.config.candidate_factor, None, self.config.least_saving
+                self.supports[b] = atlas(selection, combine, votes, self.spec, 0.6, *how)
+                self.unpaid += any(votes) and len(self.supports[b]) == self.spec.num_experts
+            if cold or rebuilt[b] or len(self.supports[b]) == self.spec.num_experts:
+                continue
+            rows = [r for r, row in enumerate(fresh) if row in want.restricted and row[0] == b]
+            natural = sum(combine[r][e] for r in rows for e in chosen[r])
+            inside = sum(combine[r][e] for r in rows for e in chosen[r] & self.supports[b])
+            self.covered_weight, self.natural_weight = self.covered_weight + inside, self.natural_weight + natural
+            self.used += bool(rows)
+            self.support_experts += len(self.supports[b]) * bool(rows)
+            self.short[b] = inside < 0.75 * 0.6 * natural
+            self.shortfalls += self.short[b]
+            for r in rows:
+                chosen[r] = chosen[r] if self.short[b] else chosen[r] & self.supports[b]
+        self.pairs += sum(map(len, chosen))
+        self.active_experts += len(set().union(*chosen))
+
+
+@pytest.mark.parametrize(("least_saving", "batch"), [(0.15, 2), (0.0, 3)])
 def test_counters_equal_a_recount(
-    model: LLaDA2MoeModelLM, config: EpochConfig | None, monkeypatch: pytest.MonkeyPatch
+    model: LLaDA2MoeModelLM, least_saving: float, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = EpochConfig(coverage=0.6, refresh_interval=3, on_miss="drop", least_saving=least_saving)
+    decode = make_decode(6, batch=batch, forwards=9)
+    oracle = Oracle(decode.batch, 8, 0, constant=False, interval=3, restrict_new=False)
+    wants = [
+        oracle.forward(f.ids_BS.masked_fill(f.ids_BS == MASK_ID, MASK).tolist(), f.lead, f.valid_BS.tolist())
+        for f in decode.forwards
+    ]
+    recounts = [Recount(block.spec.router, config, decode.batch) for block in moe_blocks(model)]
+    visits: list[Scores] = []
+
+    def spy(scores: Scores, *args: object, **kwargs: object) -> Routing:
+        visits.append(scores)
+        return route_fresh(scores, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(epoch_moe.freshlane.lane, "route_fresh", spy)
+    context = BlockPlanContext(model._epoch_moe, config)
+    list(planned(model, decode, None, context=context))
+    for number, scores in enumerate(visits):
+        forward, layer = divmod(number, len(recounts))
+        recounts[layer].forward(scores.selection_TE, scores.combine_TE, wants[forward], cold=forward == 0)
+    work = context.counters.read()
+    fresh = [len(want.fresh) for want in wants]
+    for layer, recount in zip(work.per_layer, recounts, strict=True):
+        assert (layer.rows, layer.pairs, layer.active_experts) == (sum(fresh), recount.pairs, recount.active_experts)
+        assert layer.weight_bytes == recount.active_experts * 3 * 64 * 32 * 4
+        assert (layer.supports, layer.support_experts) == (recount.used, recount.support_experts)
+        assert layer.unpaid == recount.unpaid
+        weights = recount.covered_weight, recount.natural_weight
+        assert (layer.covered_weight, layer.natural_weight) == pytest.approx(weights, rel=1e-5)
+    valid = sum(int(f.valid_BS.sum()) for f in decode.forwards)
+    assert (work.forwards, work.forward_rows, work.dense_rows) == (9, valid, 2 * valid)
+    assert work.fallbacks.get("shortfall", 0) == sum(recount.shortfalls for recount in recounts)
+    assert [h["fresh"] for h in context.counters.history] == fresh
+    if least_saving:
+        assert work.unpaid > 0 and work.total.supports > 0
+    else:
+        assert work.unpaid == 0 and work.total.supports > 10 and work.fallbacks and work.pairs < 4 * work.rows
+
+
+def test_counters_without_a_plan_equal_a_recount(model: LLaDA2MoeModelLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Tensor, int]] = []
-    rows_seen: list[int] = []
 
     def spy(x_RH: Tensor, ids_RK: Tensor, *args: object, **kwargs: object) -> Tensor:
         calls.append((ids_RK.clone(), x_RH.shape[0]))
         return run_experts(x_RH, ids_RK, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(epoch_moe.experts.weights, "run_experts", spy)
-    decode = make_decode(6, all_valid=config is None)
-    context = BlockPlanContext(model._epoch_moe, config)
+    decode = make_decode(6, all_valid=True)
+    context = BlockPlanContext(model._epoch_moe, None)
     list(planned(model, decode, None, context=context))
     work = context.counters.read()
-    expert_bytes = 3 * 64 * 32 * 4
-    for index in range(2):
+    for index, layer in enumerate(work.per_layer):
         mine = calls[index::2]
-        used = [Counter(e for e in ids.flatten().tolist() if e != NO_EXPERT) for ids, _ in mine]
-        layer = work.per_layer[index]
-        assert layer.rows == sum(rows for _, rows in mine)
-        assert layer.pairs == sum(sum(counts.values()) for counts in used)
-        assert layer.active_experts == sum(len(counts) for counts in used)
-        assert layer.weight_bytes == layer.active_experts * expert_bytes
-        rows_seen.append(layer.rows)
+        assert layer.rows == sum(rows for _, rows in mine) and layer.pairs == 4 * layer.rows
+        assert layer.active_experts == sum(len(ids.unique()) for ids, _ in mine)
+        assert layer.weight_bytes == layer.active_experts * 3 * 64 * 32 * 4
     valid = sum(int(f.valid_BS.sum()) for f in decode.forwards)
-    assert work.forwards == 7 and work.forward_rows == valid and work.dense_rows == 2 * valid
-    assert work.rows == sum(rows_seen) and (work.rows == work.dense_rows) == (config is None)
-    if config is None:
-        assert work.pairs == 4 * work.rows and work.total.supports == 0 and work.coverage != work.coverage
-    else:
-        # Compiled for .6 of the natural weight; rows of later forwards keep less, those below the floor of .45 too.
-        assert work.pairs < 4 * work.rows and 0.3 <= work.coverage <= 1.0 and 4 <= work.support_size <= 16
-        assert [h["fresh"] for h in context.counters.history] == [rows for _, rows in calls[::2]]
+    assert work.forwards == 7 and work.forward_rows == valid and work.rows == work.dense_rows == 2 * valid
+    assert work.total.supports == 0 and work.coverage != work.coverage and work.fallbacks == {}
 
 
 def test_threads_on_one_model_do_not_mix(model: LLaDA2MoeModelLM) -> None:

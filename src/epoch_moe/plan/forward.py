@@ -62,7 +62,7 @@ class LayerStep:
 
 
 class Watching(Protocol):
-    """Notices changes of what is no expert and no gate (`epoch_moe.follow.watch.Watch`)."""
+    """Notices changes of what is no expert (`epoch_moe.follow.watch.Watch`)."""
 
     def changed(self) -> bool:
         """Whether the model is another one than when this was made."""
