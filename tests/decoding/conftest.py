@@ -30,7 +30,7 @@ def model() -> LLaDA2MoeModelLM:
     return load("llada2")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def load_checkpoint() -> Callable[[str], LLaDA2MoeModelLM]:
     return load
 

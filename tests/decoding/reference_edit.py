@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reference_loop import block_logits
+from reference_loop import block_logits, once
 from torch import Tensor, nn
 
 
@@ -40,6 +40,7 @@ def confident_or_best(rows: list[int], confidence: dict[int, float], need: int, 
     return taken if len(taken) >= need else sorted(rows, key=lambda row: -confidence[row])[:need]
 
 
+@once
 def reference_rewrite(
     model: nn.Module,
     prompt: Tensor,
@@ -106,6 +107,7 @@ def reference_edits(
     return (tokens + [special["mask"]] * missing)[: len(written)], (kept + [False] * missing)[: len(written)]
 
 
+@once
 def reference_joint(
     model: nn.Module,
     prompt: Tensor,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from helpers import additive, block_causal
@@ -19,6 +22,20 @@ class Reference:
         return len(self.trace)
 
 
+def once(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    """An oracle that decodes each prompt once in all tests: its models stay as they are, its results are read only."""
+    results: dict[object, tuple[nn.Module, Any]] = {}
+
+    @functools.wraps(oracle)
+    def run(model: nn.Module, prompt: Tensor, **arguments: Any) -> Any:
+        key = id(model), tuple(prompt.tolist()), tuple(sorted(arguments.items()))
+        if key not in results:
+            results[key] = model, oracle(model, prompt, **arguments)  # the model is kept, and so its id is its own
+        return results[key][1]
+
+    return run
+
+
 @torch.no_grad()
 def block_logits(model: nn.Module, ids: list[int], block_length: int) -> Tensor:
     """Logits [N,V] fp32 of the last block of a canvas [W]."""
@@ -26,6 +43,7 @@ def block_logits(model: nn.Module, ids: list[int], block_length: int) -> Tensor:
     return model(torch.tensor([ids]), attention_mask=mask).logits[0, -block_length:].float()
 
 
+@once
 def reference_generate(
     model: nn.Module,
     prompt: Tensor,

@@ -33,8 +33,7 @@ def prompts(prompt):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("config", [None, "dense", "exact"])
+@pytest.mark.parametrize(("config", "use_cache"), [(None, True), (None, False), ("dense", True), ("exact", False)])
 def test_tokens_equal_the_released_loop(model, golden_run, run, use_cache, config):
     arguments, data = golden_run("llada2_1", run)
     with nullcontext() if config is None else patched(model, config):
@@ -44,8 +43,7 @@ def test_tokens_equal_the_released_loop(model, golden_run, run, use_cache, confi
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("config", [None, "exact"])
+@pytest.mark.parametrize(("config", "use_cache"), [(None, True), (None, False), ("exact", True)])
 def test_forwards_receive_the_released_ids(model, golden_run, traced, run, use_cache, config):
     arguments, data = golden_run("llada2_1", run)
     with nullcontext() if config is None else patched(model, config), traced(model) as calls:
@@ -98,8 +96,7 @@ def test_tokens_and_forwards_equal_the_reference_loop(model, prompts, case):
         assert events["post steps spent"] > 0
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("config", [None, "dense", "exact"])
+@pytest.mark.parametrize(("config", "use_cache"), [(None, True), (None, False), ("dense", True), ("exact", False)])
 def test_batches_equal_single_runs(model, prompts, use_cache, config):
     prompts = prompts[:4]
     single = [reference_rewrite(model, ids, **ARGUMENTS) for ids in prompts]

@@ -17,8 +17,7 @@ RUNS = [0, 1, 2]
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("config", [None, "dense", "exact"])
+@pytest.mark.parametrize(("config", "use_cache"), [(None, True), (None, False), ("dense", True), ("exact", False)])
 def test_fp32_tokens_equal_the_released_loop(load_checkpoint, golden_run, run, use_cache, config):
     arguments, data = golden_run("llada2", run)
     model = load_checkpoint("llada2")
@@ -126,8 +125,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}{v}" for k, v in case.items()))
-@pytest.mark.parametrize("length", [1, 8, 11, 27])
+LENGTHS = (1, 8, 11, 27)
+PAIRS = [(case, LENGTHS[(number + shift) % 4]) for number, case in enumerate(CASES) for shift in (0, 2)]
+
+
+@pytest.mark.parametrize(("case", "length"), PAIRS, ids=str)
 def test_tokens_and_forwards_equal_the_reference_loop(model, prompt, case, length):
     ids = prompt(length, seed=length)
     arguments = {"block_length": BLOCK, **case}

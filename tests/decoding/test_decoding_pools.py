@@ -25,8 +25,7 @@ def prompts(prompt):
     return [prompt(length, seed=number) for number, length in enumerate([3, 8, 21, 9, 40])]
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("config", [None, "dense", "exact"])
+@pytest.mark.parametrize(("config", "use_cache"), [(None, True), (None, False), ("dense", True), ("exact", False)])
 def test_pools_in_batches_equal_single_runs(model, prompts, use_cache, config):
     expected = [reference_generate(model, ids, **ARGUMENTS).answer for ids in prompts]
     with nullcontext() if config is None else patched(model, config):
