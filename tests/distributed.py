@@ -22,10 +22,6 @@ On a busy machine the first call alone takes minutes. No test may count on a ran
 """
 
 
-PRELOAD = ["torch", "torch.distributed", "pytest", "hypothesis", "epoch_moe", "epoch_moe.models.llada2"]
-"""What the server of processes imports once: a process of its own needs seconds for it, a fork of the server none."""
-
-
 def _worker(
     rank: int, world: int, folder: str, collective_timeout: float, function: Any, args: tuple[Any, ...]
 ) -> None:

@@ -13,6 +13,7 @@ import os
 import random
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def start(function: Callable[..., Any], *args: Any, environment: dict[str, str] 
 def _script(path: str, arguments: tuple[str, ...], folder: str) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the server's own shell ignores
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
@@ -72,6 +74,11 @@ class Script:
         variables = dict(os.environ) | (environment or {})
         self.process = start(_script, str(path), arguments, self.folder, environment=variables)
 
+    def printed(self, name: str) -> str:
+        """Its "stdout" or "stderr" so far."""
+        path = Path(self.folder) / name
+        return path.read_text() if path.exists() else ""
+
     def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """How it ended; killed, and an error with what it had printed, where it takes longer."""
         self.process.join(timeout)
@@ -79,7 +86,7 @@ class Script:
         if late:
             self.process.kill()
             self.process.join()
-        out, err = ((Path(self.folder) / name).read_text() for name in ("stdout", "stderr"))
+        out, err = map(self.printed, ("stdout", "stderr"))
         shutil.rmtree(self.folder)
         assert not late, f"{self.process} still ran after {timeout:.0f} s\n{out}\n{err}"
         return subprocess.CompletedProcess([], self.process.exitcode, out, err)

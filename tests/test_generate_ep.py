@@ -51,14 +51,19 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def by_hand(prompts: list[Path], port: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+def start_by_hand(prompts: list[Path], port: int, *arguments: str) -> list[Script]:
     """Processes without torchrun, which would end the others as soon as one of them fails; prompts by rank."""
     ranks = []
     for rank, path in enumerate(prompts):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(prompts))}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         ranks.append(Script(SCRIPT, "--device", "cpu", "--prompts", str(path), *arguments, environment=place))
-    return [rank.wait(400) for rank in ranks]
+    return ranks
+
+
+def by_hand(prompts: list[Path], port: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """How processes that were started by hand ended."""
+    return [rank.wait(400) for rank in start_by_hand(prompts, port, *arguments)]
 
 
 def test_answers_do_not_depend_on_ranks_or_layout(prompts: Path, tmp_path: Path) -> None:
@@ -116,10 +121,30 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(prompts: Path)
     assert done.returncode == 1 and "--output /nonexistent/a.jsonl: its folder does not exist" in done.stderr
 
 
-def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """More prompts than any test waits for."""
     path = tmp_path / "many.txt"
     path.write_text("\n".join(PROMPTS * 200))
-    process = torchrun(2, "--prompts", str(path), "--batch-size", "1")
+    return path
+
+
+def test_an_interrupt_ends_all_processes(many: Path) -> None:
+    ranks = start_by_hand([many, many], free_port(), "--batch-size", "1")
+    end = time.monotonic() + 400
+    while "patched" not in ranks[0].printed("stderr") and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(1)
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGINT)
+    for number, done in enumerate(rank.wait(400) for rank in ranks):
+        assert done.returncode == 130 and f"rank {number}: interrupted" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow  # a minute of imports on a busy machine; the processes themselves are tested above
+def test_torchrun_passes_an_interrupt_on(many: Path) -> None:
+    process = torchrun(2, "--prompts", str(many), "--batch-size", "1")
     assert process.stderr is not None
     for line in process.stderr:
         if "patched" in line or "updated" in line:

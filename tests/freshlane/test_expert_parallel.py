@@ -25,6 +25,7 @@ from epoch_moe.models import load_model
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
+SOURCE = str(GOLDEN / "llada2")
 CONFIGS: dict[str, EpochConfig | None] = {
     "dense": None,
     "exact": EpochConfig.exact(),
@@ -34,17 +35,22 @@ CONFIGS: dict[str, EpochConfig | None] = {
 }
 
 
-def decode_on_ranks(rank: int, sources: list[str], want: dict[str, list[list[int]]]) -> dict[str, int]:
-    """Every model, configuration and layout; compares with one process's tokens and counts the pairs of this rank."""
+Jobs = dict[str, tuple[str, ...]]
+"""Folders of models, and by which of `CONFIGS` each is decoded."""
+
+
+def decode_on_ranks(rank: int, jobs: Jobs, want: dict[str, list[list[int]]]) -> dict[str, int]:
+    """Every job in both layouts; compares with one process's tokens and counts the pairs of this rank."""
     pairs: dict[str, int] = {}
     world = dist.get_world_size()
-    for source in sources:
+    for source, names in jobs.items():
         for layout in ("sharded", "replicated"):
             model = whole_model(source)
             report = epoch_moe.patch(model, ep_group=dist.group.WORLD, ep_layout=layout)
             assert f"on rank {rank} of {world}" in str(report)
             mine = range(5 * rank // world, 5 * (rank + 1) // world) if layout == "sharded" else range(5)
-            for name, config in CONFIGS.items():
+            for name in names:
+                config = CONFIGS[name]
                 epoch_moe.patch(model, config)
                 with epoch_moe.in_step(model):
                     # In two calls on this rank, or one, or none, while the others make other numbers of them.
@@ -83,13 +89,13 @@ def kernels_on_ranks(rank: int, source: str, want: list[list[int]]) -> None:
         assert got == [want[i] for i in mine], (layout, got)
 
 
-def one_process(sources: list[str]) -> dict[str, list[list[int]]]:
+def one_process(jobs: Jobs) -> dict[str, list[list[int]]]:
     want = {}
-    for source in sources:
+    for source, names in jobs.items():
         model = whole_model(source)
         epoch_moe.patch(model)
-        for name, config in CONFIGS.items():
-            want[f"{source} {name}"] = answers(model, PROMPTS, config)
+        for name in names:
+            want[f"{source} {name}"] = answers(model, PROMPTS, CONFIGS[name])
     return want
 
 
@@ -108,9 +114,10 @@ def few_experts(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_tokens_are_those_of_one_process(world: int, few_experts: str) -> None:
-    sources = [str(GOLDEN / "llada2"), str(GOLDEN / "llada_moe_shared_bias"), few_experts]
-    want = one_process(sources)
-    traffic = run_ranks(world, decode_on_ranks, sources, want)
+    # Which settings there are does not depend on the number of ranks: four of them see the two that differ most.
+    names = tuple(CONFIGS) if world == 2 else ("default", "batch")
+    jobs = {SOURCE: names, str(GOLDEN / "llada_moe_shared_bias"): ("dense", "default"), few_experts: ("default",)}
+    traffic = run_ranks(world, decode_on_ranks, jobs, one_process(jobs))
     assert all(rows > 0 for rank in traffic for rows in rank.values())
 
 
@@ -125,16 +132,15 @@ def test_ranks_compute_their_experts_with_the_kernels(few_experts: str) -> None:
 
 def test_all_pairs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPOCH_MOE_TEST_ROUTING", "one_rank")
-    sources = [str(GOLDEN / "llada2")]
-    traffic = run_ranks(2, decode_on_ranks, sources, one_process(sources))
-    sharded = [rank[f"{sources[0]} sharded"] for rank in traffic]
+    jobs: Jobs = {SOURCE: ("dense", "default")}
+    traffic = run_ranks(2, decode_on_ranks, jobs, one_process(jobs))
+    sharded = [rank[f"{SOURCE} sharded"] for rank in traffic]
     assert sharded[0] > 0 and sharded[1] == 0  # only rank 0 sends sums back
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_support_for_all_ranks(world: int) -> None:
-    source = str(GOLDEN / "llada2")
-    run_ranks(world, batch_scope_on_ranks, source, one_process([source]))
+    run_ranks(world, batch_scope_on_ranks, SOURCE, one_process({SOURCE: ("paper", "batch")}))
 
 
 def order_of_events(rank: int, source: str, layout: Any) -> set[tuple[str, ...]]:
@@ -187,7 +193,7 @@ def order_of_events(rank: int, source: str, layout: Any) -> set[tuple[str, ...]]
 def test_shared_expert_and_cached_rows_fill_the_time_of_the_exchanges(layout: str) -> None:
     there, back = ["dispatch starts", "dispatch ends"], ["return starts", "cached rows", "return ends"]
     (there if layout == "sharded" else back).insert(1, "shared expert")
-    for orders in run_ranks(2, order_of_events, str(GOLDEN / "llada2"), layout):
+    for orders in run_ranks(2, order_of_events, SOURCE, layout):
         assert orders == {(*there, *back)}, orders
 
 
@@ -258,7 +264,6 @@ def decode_with_capacity(rank: int, source: str, want: list[list[int]]) -> str:
 
 
 def test_a_fixed_capacity_gives_the_same_tokens_or_an_error() -> None:
-    source = str(GOLDEN / "llada2")
-    want = one_process([source])[f"{source} exact"]
-    for message in run_ranks(2, decode_with_capacity, source, want):
+    want = one_process({SOURCE: ("exact",)})[f"{SOURCE} exact"]
+    for message in run_ranks(2, decode_with_capacity, SOURCE, want):
         assert "capacity=3" in message
