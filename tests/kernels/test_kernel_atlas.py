@@ -103,21 +103,22 @@ def released(spec: RouterSpec, supports: int, width: int, coverage: float) -> Ca
     return Case(spec, selection, on_grid(scores, 8192), torch.rand(supports, width) < 0.9, coverage, 4)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(cases())
 def test_equals_the_reference(case: Case) -> None:
     assert torch.equal(case.kernel(), case.reference())
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(cases())
 def test_equals_the_reference_on_more_cases(case: Case) -> None:
     assert torch.equal(case.kernel(), case.reference())
 
 
-@pytest.mark.parametrize("coverage", [0.5, 0.9375, 1.0])
-@pytest.mark.parametrize("spec", [MINI, LLADA_MOE], ids=["llada2", "llada_moe"])
+@pytest.mark.parametrize(
+    ("spec", "coverage"), [(MINI, 0.9375), (LLADA_MOE, 0.5), (LLADA_MOE, 1.0)], ids=["llada2", "half", "union"]
+)
 def test_released_shapes(spec: RouterSpec, coverage: float) -> None:
     case = released(spec, 2, 6, coverage)
     support_GE = case.kernel()
@@ -178,7 +179,7 @@ def test_scores_off_the_grid(spec: RouterSpec) -> None:
     assert torch.equal(case.kernel(), expected)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10)
 @given(cases(), st.sampled_from([2, 4]))
 def test_equal_selection_scores_go_to_the_lowest_id(case: Case, steps: int) -> None:
     tied_GWE = on_grid(case.selection_GWE, steps)
@@ -188,7 +189,7 @@ def test_equal_selection_scores_go_to_the_lowest_id(case: Case, steps: int) -> N
     assert torch.equal(actual, replace(case, selection_GWE=told_apart_GWE).reference())
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5)
 @given(cases())
 def test_two_runs_are_equal_whatever_the_scratch_memory_held(case: Case) -> None:
     first = case.kernel()

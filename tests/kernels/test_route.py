@@ -133,19 +133,19 @@ def cases(draw: st.DrawFn, ties: bool = False) -> Case:
 # --------------------------------------------------------------------------------------------------- against references
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(cases())
 def test_equals_the_reference(case: Case) -> None:
     assert_same(case.kernel(), case.reference(), case.spec, case.dtype)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(cases(ties=True))
 def test_ties_go_to_the_lowest_id(case: Case) -> None:
     assert_same(case.kernel(), case.reference(), case.spec, case.dtype)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(cases())
 def test_the_reference_is_the_router_where_there_are_no_ties(case: Case) -> None:
     ids, weights, total = case.reference()
@@ -287,7 +287,7 @@ def test_nan_stays_visible() -> None:
         assert torch.equal(ids[1], clean[0][1]) and torch.equal(weights[1], clean[1][1])
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(cases())
 def test_two_runs_are_bit_equal_whatever_the_buffers_held(case: Case) -> None:
     first = case.kernel()
