@@ -178,8 +178,14 @@ def test_sizes_are_compared_before_anything_is_built(
         load_model(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool])
-@pytest.mark.parametrize("where", [UP, "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"])
+@pytest.mark.parametrize(
+    ("dtype", "where"),
+    [
+        *((dtype, UP) for dtype in (torch.int16, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool)),
+        (torch.int16, "model.layers.1.mlp.gate.weight"),
+        (torch.float8_e4m3fn, "model.layers.1.mlp.gate.expert_bias"),
+    ],
+)
 def test_other_dtypes_are_named_on_every_path(tmp_path: Path, dtype: torch.dtype, where: str) -> None:
     golden = load_golden("llada2")
     shutil.copy(golden.folder / CONFIG, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from helpers import additive, assert_as_accurate, assert_golden, load_golden
@@ -14,7 +16,9 @@ NAMES = ("llada2", "llada2_1", "llada2_2_routing", "llada2_bf16")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer files")
 
 
+@cache
 def load(name: str, **kwargs: object) -> LLaDA2MoeModelLM:
+    """One model for all tests, to be left as it was."""
     return load_model(load_golden(name).folder, **kwargs)[0]
 
 
@@ -81,12 +85,16 @@ def test_routing_inside_the_forward(name: str) -> None:
     golden = load_golden(name)
     model = load(name)
     seen: dict[int, tuple[Tensor, ...]] = {}
-    for layer in golden.moe_layers:
+    hooks = [
         model.model.layers[layer].mlp.gate.register_forward_hook(
             lambda _gate, _args, out, layer=layer: seen.__setitem__(layer, out)
         )
+        for layer in golden.moe_layers
+    ]
     with torch.no_grad():
         model(golden.forward["input_ids"], attention_mask=golden.mask())
+    for hook in hooks:
+        hook.remove()
     assert sorted(seen) == golden.moe_layers
     for layer, (ids_TK, _, _) in seen.items():
         same = ids_TK.sort(-1).values == golden.forward[f"layer{layer}.topk_idx"].sort(-1).values
@@ -107,6 +115,7 @@ def test_moe_blocks(name: str, grad: bool, training: bool) -> None:
         assert logits_BSE.shape == (batch, seq_len, golden.config["num_experts"])
         assert ids_BSK.shape == (batch, seq_len, golden.config["num_experts_per_tok"])
         assert_golden(out, golden.forward[f"layer{layer}.moe_out"], dtype_of(name))
+    model.eval()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ def always(rows: int, reuse: float) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from((*ONLINE, "belady", "profile")),
     st.integers(0, EXPERTS),

@@ -95,8 +95,7 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, policy: str, slots:
 
 
 @pytest.mark.parametrize("options", [{"tier": "host"}, {"miss": "compute"}, {"drop_cache": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ahead", [0, 10**9])
+@pytest.mark.parametrize(("dtype", "ahead"), [(torch.float32, 0), (torch.bfloat16, 10**9)])
 def test_other_ways_to_the_same_bits(
     tmp_path: Path, options: dict[str, Any], dtype: torch.dtype, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,16 +65,16 @@ def answers(name: str, plan: str, residency: ResidencyConfig, count: int = 1, lo
     return got, residency_report(model)
 
 
-@pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize(
-    ("plan", "residency"),
+    ("name", "plan", "residency"),
     [
-        ("exact", ResidencyConfig(budget=0.1)),
-        ("default", ResidencyConfig(budget=0.4)),
-        ("default", ResidencyConfig(budget="100%", policy="lru")),
-        ("exact", ResidencyConfig(budget=0.4, policy="lru")),
-        ("default", NEVER),
-        ("default", ResidencyConfig(budget=0.2, tier="host", drop_cache=True)),
+        ("tiny-llada2", "exact", ResidencyConfig(budget=0.1)),
+        ("tiny-llada-moe", "exact", ResidencyConfig(budget=0.1)),
+        ("tiny-llada2", "default", ResidencyConfig(budget=0.4)),
+        ("tiny-llada-moe", "default", ResidencyConfig(budget="100%", policy="lru")),
+        ("tiny-llada2", "exact", ResidencyConfig(budget=0.4, policy="lru")),
+        ("tiny-llada-moe", "default", NEVER),
+        ("tiny-llada2", "default", ResidencyConfig(budget=0.2, tier="host", drop_cache=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.policy} {value.budget} {value.miss}",
 )
@@ -109,8 +109,13 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 IDS = torch.arange(48).view(2, 24) % 120
 
 
-@pytest.mark.parametrize("name", ["llada2_2_routing", "llada_moe_shared_bias", "llada2_bf16"])
-@pytest.mark.parametrize("layout", ["per_expert", "stacked", "fused"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llada2_2_routing", "per_expert"), ("llada2_2_routing", "fused"), ("llada2_bf16", "stacked"),
+        ("llada_moe_shared_bias", "per_expert"), ("llada_moe_shared_bias", "stacked"),
+    ],
+)  # fmt: skip
 def test_every_layout_on_disk(tmp_path: Path, name: str, layout: str) -> None:
     folder = GOLDEN / name if layout == "per_expert" else write(tmp_path, name, layout)
     whole, _ = load_model(folder)
