@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from helpers import Golden, load_golden
+from hypothesis import settings
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -19,6 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One process per core: more threads in each, and in what they start, would only wait for each other.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# The same examples in every run, however long one takes; nothing is kept between runs.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from epoch_moe.models.llada_moe import LLaDAMoEModelLM
 from epoch_moe.plan.context import BlockPlanContext
 
 NEVER_REFRESHED = EpochConfig(coverage=0.6, coverage_floor=0.0, refresh_interval=None)
-few = settings(max_examples=5, deadline=None, derandomize=True)
+few = settings(max_examples=5)
 
 
 @cache

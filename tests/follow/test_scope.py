@@ -360,7 +360,7 @@ def load(family: str) -> nn.Module:
 STEPS = ("decode", "decode", "decode", "repeat", "edit", "remask", "swap", "next", "thread", *CHANGES)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6)
 @given(
     family=st.sampled_from(["llada2", "llada_moe"]),
     seed=st.integers(0, 10**6),

@@ -276,7 +276,7 @@ def run_together(
 @pytest.mark.parametrize("kind", ROUTERS)
 @pytest.mark.parametrize("name", CONFIGS)
 @given(seed=st.integers(0, 2**31), forwards=st.integers(2, 9))
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 def test_one_request_equals_the_block(name: str, kind: str, seed: int, forwards: int) -> None:
     rng = random.Random(seed)
     model, request = Model(kind), random_request(rng, forwards)
@@ -293,7 +293,7 @@ def test_one_request_equals_the_block(name: str, kind: str, seed: int, forwards:
 @pytest.mark.parametrize("kind", ROUTERS)
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.support_scope == "sequence"])
 @given(seed=st.integers(0, 2**31), count=st.integers(2, 7), slots=st.integers(2, 4))
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 def test_requests_that_come_and_go_compute_what_each_computes_alone(
     name: str, kind: str, seed: int, count: int, slots: int
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from epoch_moe.plan.atlas import compile_support
 from epoch_moe.routing import NO_EXPERT, RouterSpec, select
 
-CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
+CHECKED = settings(max_examples=60)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from epoch_moe.plan.block_plan import BlockPlan
 from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.packed import ListedRows
 
-CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
+CHECKED = settings(max_examples=60)
 
 
 def open_plan(oracle: Oracle) -> BlockPlan:
