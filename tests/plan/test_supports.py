@@ -314,8 +314,8 @@ def test_compiled_anew_at_refreshes_only(routed: list[Routed]) -> None:
 def test_shortfalls_are_rare_on_the_tiny_checkpoint() -> None:
     model, tokenizer = epoch_moe.load_model("tiny-llada2")
     epoch_moe.patch(model)
-    prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in generate_problems(8, 3)]
+    prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in generate_problems(40, 3)]
     work = epoch_moe.generate(model, prompts, gen_length=64).counters.read()
-    # 2 % over a hundred problems; these eight have no more than a hundred and sixty-eight supports in all.
-    assert work.fallbacks.get("shortfall", 0) < 0.05 * work.forwards * len(work.per_layer) * len(prompts)
+    # Of every sequence's passes through a layer, those of sequences that have ended included.
+    assert 0 < work.fallbacks["shortfall"] < 0.02 * work.forwards * len(work.per_layer) * len(prompts)
     assert work.unpaid > 0
