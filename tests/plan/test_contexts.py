@@ -155,12 +155,12 @@ class Recount:
         self.active_experts += len(set().union(*chosen))
 
 
-@pytest.mark.parametrize(("least_saving", "batch"), [(0.15, 2), (0.0, 3)])
+@pytest.mark.parametrize(("least_saving", "batch", "forwards"), [(0.15, 2, 7), (0.0, 3, 9)])
 def test_counters_equal_a_recount(
-    model: LLaDA2MoeModelLM, least_saving: float, batch: int, monkeypatch: pytest.MonkeyPatch
+    model: LLaDA2MoeModelLM, least_saving: float, batch: int, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EpochConfig(coverage=0.6, refresh_interval=3, on_miss="drop", least_saving=least_saving)
-    decode = make_decode(6, batch=batch, forwards=9)
+    decode = make_decode(6, batch=batch, forwards=forwards)
     oracle = Oracle(decode.batch, 8, 0, constant=False, interval=3, restrict_new=False)
     wants = [
         oracle.forward(f.ids_BS.masked_fill(f.ids_BS == MASK_ID, MASK).tolist(), f.lead, f.valid_BS.tolist())
@@ -189,7 +189,7 @@ def test_counters_equal_a_recount(
         weights = recount.covered_weight, recount.natural_weight
         assert (layer.covered_weight, layer.natural_weight) == pytest.approx(weights, rel=1e-5)
     valid = sum(int(f.valid_BS.sum()) for f in decode.forwards)
-    assert (work.forwards, work.forward_rows, work.dense_rows) == (9, valid, 2 * valid)
+    assert (work.forwards, work.forward_rows, work.dense_rows) == (forwards, valid, 2 * valid)
     assert work.fallbacks.get("shortfall", 0) == sum(recount.shortfalls for recount in recounts)
     assert [h["fresh"] for h in context.counters.history] == fresh
     if least_saving:
