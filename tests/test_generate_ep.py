@@ -132,7 +132,7 @@ def many(tmp_path: Path) -> Path:
 def test_an_interrupt_ends_all_processes(many: Path) -> None:
     ranks = start_by_hand([many, many], free_port(), "--batch-size", "1")
     end = time.monotonic() + 400
-    while "patched" not in ranks[0].printed("stderr") and time.monotonic() < end:
+    while "batch/s" not in ranks[0].printed("stderr") and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(1)
     for rank in ranks:
