@@ -8,7 +8,7 @@ eager GPU forward's, to compare with other rows of the same table only.
 Beside them stand floors by arithmetic, not measured: the bytes of the experts that the forward touches at an H100's
 3.35 TB/s, its floating-point operations at 800 TFLOP/s, and its launches at 2 us captured and 5 us eager.
 
-    python benchmarks/launches.py --output launches.json
+    python benchmarks/launches.py --json launches.json
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llada2-mini", "llada-moe"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 512])
-    parser.add_argument("--output", type=output_file, help="JSON file for the numbers")
+    parser.add_argument("--json", type=output_file, help="JSON file for the numbers")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result: dict[str, Any] = {"torch": torch.__version__, "shapes": {}}
@@ -381,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
     result["ranks"] = rank_waits()
     result["host_us"] = host_microseconds()
     print(report(result))
-    write_json(given.output, result)
+    write_json(given.json, result)
     return 0
 
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from epoch_moe.config import EpochConfig
+from epoch_moe.plan.block_plan import BlockPlan
+from epoch_moe.plan.counters import Counters
 from epoch_moe.plan.forward import ForwardPlan
 from epoch_moe.plan.patched import Patched
-
-if TYPE_CHECKING:
-    from epoch_moe.plan.context import BlockPlanContext
+from epoch_moe.plan.slot import DenseForward
 
 Run = Callable[[Tensor], Any]
 
@@ -64,7 +65,37 @@ class CudaGraph:
         self._graph.replay()
 
 
-def check_capture(context: BlockPlanContext, patched: Patched, *, on_gpu: bool) -> None:
+class Iterations(Protocol):
+    """What a recording needs of a `BlockPlanContext`, which documents it."""
+
+    config: EpochConfig | None
+    counters: Counters
+    recording: bool
+
+    @property
+    def latest(self) -> ForwardPlan | DenseForward | None:
+        """The last forward of the open block."""
+        ...
+
+    @property
+    def iteration(self) -> Callable[..., AbstractContextManager[None]]:
+        """Surround one forward."""
+        ...
+
+    def open_plan(self) -> BlockPlan:
+        """The plan of the open block."""
+        ...
+
+    def replayed(self, forward: ForwardPlan) -> None:
+        """Note on the host that a recorded iteration was done again."""
+        ...
+
+    def end_block(self) -> None:
+        """Discard the open block."""
+        ...
+
+
+def check_capture(context: Iterations, patched: Patched, *, on_gpu: bool) -> None:
     """Refuse a decode that cannot be captured, saying why.
 
     Args:
@@ -111,7 +142,7 @@ class CapturedIterations:
         graph: makes a recorder.
     """
 
-    def __init__(self, context: BlockPlanContext, patched: Patched, run: Run, graph: Callable[[], Graph] = CudaGraph):
+    def __init__(self, context: Iterations, patched: Patched, run: Run, graph: Callable[[], Graph] = CudaGraph):
         self.context, self._patched, self.run, self._make = context, patched, run, graph
         self._recorded: dict[Hashable, _Recorded] = {}
         self._seen: set[Hashable] = set()

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from epoch_moe.config import EpochConfig
 from epoch_moe.plan.counters import Counters
-from epoch_moe.plan.packed import ListedRows, PaddedRows, count_rows, list_rows, pad_rows, rows_of_counts
+from epoch_moe.plan.packed import Compact, ListedRows, PaddedRows, count_rows, list_rows, pad_rows, rows_of_counts
 from epoch_moe.plan.rules import RowClasses, RowMasks, RowPlaces, decide_rows, leave_out, only, still_rows
 from epoch_moe.plan.support import SupportState
-
-if TYPE_CHECKING:
-    from epoch_moe.plan.block_plan import BlockPlan
 
 
 @dataclass
@@ -69,6 +66,40 @@ class Watching(Protocol):
         ...
 
 
+class OpenBlock(Protocol):
+    """What a forward reads of its block, and changes (`epoch_moe.plan.block_plan.BlockPlan` documents it)."""
+
+    config: EpochConfig
+    counters: Counters
+    batch: int
+    window: int
+    only_live: bool
+    compact: Compact | None
+    layers: list[LayerState]
+    forwards: int
+    moves: int
+    watch: Watching | None
+
+    @property
+    def width(self) -> int:
+        """Rows per sequence that have a cache entry."""
+        ...
+
+    @property
+    def is_refresh(self) -> bool:
+        """Whether the next forward recomputes all rows."""
+        ...
+
+    @property
+    def model_changed(self) -> bool:
+        """Whether the model is another one than when the block began."""
+        ...
+
+    def complete(self, forward: ForwardPlan) -> None:
+        """Record the tokens that the caches now hold outputs for."""
+        ...
+
+
 class ForwardPlan:
     """One forward under a block plan: what each MoE layer asks when it is reached.
 
@@ -78,7 +109,7 @@ class ForwardPlan:
 
     def __init__(
         self,
-        plan: BlockPlan,
+        plan: OpenBlock,
         ids_BS: Tensor,
         places: RowPlaces,
         classes: RowClasses,
