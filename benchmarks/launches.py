@@ -323,11 +323,12 @@ def host_microseconds() -> dict[str, float]:
                         least = min(least, time.process_time() - start)
         return least
 
-    empty = torch.empty
+    empty, new_empty = torch.empty, Tensor.new_empty
     with torch.no_grad(), Replacements() as replace:
         replace.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
         # What a kernel that does nothing leaves are indices in range.
         replace.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).zero_())
+        replace.setattr(Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).zero_())
         few, many = build(2), build(8)
         return {name: (best(many, plan) - best(few, plan)) / 6 * 1e6 for name, plan in PLANS.items()}
 

@@ -119,7 +119,7 @@ def test_a_value_for_each_layer() -> None:
     with pytest.raises(ValueError, match=r"coverage=\(0.9, None, 0.8\): expected one value, or one for each of 2"):
         config.check_model(2)
     for name, value in (("coverage", (0.9, 1.5)), ("drift", (0.9, None)), ("live_drift", (0.0, 0.9))):
-        with pytest.raises(ValueError, match=f"EpochConfig.{name}={value[1] if value[0] else value[0]}"):
+        with pytest.raises(ValueError, match=rf"EpochConfig\.{name}(\[\d\])?={value[1] if value[0] else value[0]}"):
             EpochConfig(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_support=8 with coverage=None"):
         EpochConfig(max_support=8, coverage=(0.9, None))
@@ -177,3 +177,8 @@ def test_each_layer_computes_by_its_own_values() -> None:
     restricted = [layer.supports > 0 for layer in own.per_layer]
     assert restricted == [True, False, True] and own.per_layer[0].rows > own.per_layer[1].rows
     assert own.per_layer[2].support_size < one.per_layer[2].support_size
+
+
+def test_a_bound_of_one_layer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"EpochConfig\.drift\[1\]=None: expected a cosine in \(0, 1\]; 1\.0"):
+        EpochConfig(drift=(0.9, None, 0.9))

@@ -132,3 +132,14 @@ def test_a_plan_for_another_threshold_is_told(tmp_path: Path, capsys: pytest.Cap
     assert "calibrated" not in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"^2$"):
         main([*arguments, "--preset", "exact"])
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    odd = "a\u2028b\x85c"
+    lines = [json.dumps({"prompt": odd}, ensure_ascii=False), json.dumps({"prompt": "d"})]
+    file.write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    assert [one.prompt for one in read_prompts(file, None)] == [odd, "d"]
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl is no UTF-8 text"):
+        read_prompts(file, None)

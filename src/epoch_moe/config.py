@@ -134,8 +134,12 @@ class EpochConfig:
         if self.refresh_interval is not None:
             whole(*own("refresh_interval"), "a number of forwards, or None: never", least=1)
         for name in ("drift", "live_drift"):
-            for value in () if getattr(self, name) is None else self.values(name):
-                real(f"EpochConfig.{name}", value, "None or a cosine in (0, 1]", most=1.0, above=True)
+            given = getattr(self, name)
+            for layer, value in enumerate(() if given is None else self.values(name)):
+                where, wanted = f"EpochConfig.{name}", "None, a cosine in (0, 1], or a tuple of one per MoE layer"
+                if isinstance(given, tuple):
+                    where, wanted = f"{where}[{layer}]", "a cosine in (0, 1]; 1.0 = always computed"
+                real(where, value, wanted, most=1.0, above=True)
         choice(*own("commit"), ("full", "drift"))
         if self.commit == "drift" and self.drift is None:
             raise ArgumentError("commit='drift' with drift=None: there is no bound to go by; set drift (.95, say)")

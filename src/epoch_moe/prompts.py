@@ -35,7 +35,12 @@ def read_prompts(path: str | Path, tokenizer: Any, chat: bool = False) -> list[P
         ValueError: the file holds no prompt; or a line is no such object: the message quotes it with its number.
     """
     prompts: list[Prompt] = []
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from None
+    # Not splitlines: JSON allows U+2028 and its like inside of texts.
+    for number, text in enumerate(content.split("\n"), 1):
         if not text.strip():
             continue
         where = f"{path}, line {number}"
@@ -85,7 +90,7 @@ def make_judge(how: str | None, prompts: Sequence[Prompt]) -> Judge | None:
         ValueError: the judge needs answers that are not there, or is none of these.
     """
     missing = sum(prompt.answer is None for prompt in prompts)
-    if how is not None and how.endswith(".py"):
+    if how is not None and how.endswith(".py") and not how.startswith("regex:"):
         return _judge_of(Path(how))
     if how is None and missing == len(prompts):
         return None

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epoch_moe.kernels.launch import supports_triton
+from epoch_moe.checks import tensor
+from epoch_moe.kernels.launch import require_triton
 
 OPTIONS = {"enable_fp_fusion": False}
 """A product is rounded before it is added, as in the reference."""
@@ -88,9 +89,7 @@ def norm_rotate(
     Raises:
         ValueError: a shape, dtype or stride that does not fit, or a device without Triton.
     """
-    fits, reason = supports_triton(x_BNSD.device)
-    if not fits:
-        raise ValueError(f"the norm kernel cannot run here: {reason}")
+    require_triton(x_BNSD.device)
     batch, heads, positions, width = x_BNSD.shape
     angles = cos_BSR if cos_BSR is not None and cos_BSR.shape[0] == batch else None
     rotary = 0 if cos_BSR is None else cos_BSR.shape[-1]
@@ -99,14 +98,13 @@ def norm_rotate(
         ("cos_BSR", cos_BSR, (batch if angles is not None else 1, positions, rotary)),
         ("sin_BSR", sin_BSR, None if cos_BSR is None else tuple(cos_BSR.shape)),
     ):
-        if given is not None and (tuple(given.shape) != shape or given.dtype != x_BNSD.dtype):
-            have = f"{given.dtype} {list(given.shape)}"
-            raise ValueError(f"{name} is {have}: expected {x_BNSD.dtype} {list(shape or ())}")
+        if given is not None:
+            tensor(name, given, x_BNSD.dtype, shape or (), x_BNSD.device)
     if rotary % 2 or rotary > width:
         raise ValueError(f"cos_BSR has {rotary} angles: expected an even number, at most the {width} dimensions")
     if cos_BSR is not None and (sin_BSR is None or sin_BSR.stride() != cos_BSR.stride()):
         raise ValueError("sin_BSR must be given with cos_BSR, with the same strides")
-    for name, given in (("x_BNSD", x_BNSD), ("cos_BSR", cos_BSR)):
+    for name, given in (("x_BNSD", x_BNSD), ("weight_D", weight_D), ("cos_BSR", cos_BSR)):
         if given is not None and given.shape[-1] > 1 and given.stride(-1) != 1:
             raise ValueError(f"{name} has strides {given.stride()}: expected the last dimension side by side")
     out_BNSD = torch.empty(x_BNSD.shape, dtype=x_BNSD.dtype, device=x_BNSD.device)

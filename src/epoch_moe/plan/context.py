@@ -286,7 +286,7 @@ class BlockPlanContext:
         check_capture(self, self._patched, on_gpu=graph is None)
         if self._open is not None:
             raise RuntimeError("capture: a block is open: call capture before begin_block")
-        self._kept = {}
+        self._kept, self._finished = {}, None
         return CapturedIterations(self, self._patched, run, CudaGraph if graph is None else graph)
 
     def open_plan(self) -> BlockPlan:
