@@ -20,18 +20,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels that do nothing need no compiler
 
 import torch
 from parts.device_reference import use_references
-from parts.fake_cuda import fake_cuda
+from parts.fake_cuda import Replacements, fake_device
 from parts.launch_counter import LaunchCounter
 from torch import Tensor
 
@@ -40,8 +38,6 @@ import epoch_moe.patching.refuse
 from epoch_moe.block import EpochMoEBlock
 from epoch_moe.config import EpochConfig
 from epoch_moe.decoding.kv_cache import BlockKVCache
-from epoch_moe.experts.layouts import Layout
-from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.models.llada_moe import LLaDAMoEConfig, LLaDAMoEModelLM
 from epoch_moe.outputs import output_file, write_json
@@ -102,29 +98,6 @@ SHAPES = {
 HOST_CHECKS = ("_check_ids",)
 """Functions that look at values on a CPU only."""
 PLANS: dict[str, EpochConfig | None] = {"dense": None, "exact": EpochConfig.exact(), "default": EpochConfig()}
-
-
-class Replacements(ExitStack):
-    """Attributes replaced until the end of a ``with`` block."""
-
-    def setattr(self, target: object, name: str, value: object) -> None:
-        """Replace one."""
-        self.enter_context(mock.patch.object(target, name, value))
-
-
-@contextmanager
-def fake_device() -> Iterator[None]:
-    """Models made and run within it are on a GPU that is not there."""
-    with Replacements() as replace:
-        # Fake parameters have no memory to compare or to move, and are no plain parameters.
-        replace.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
-        replace.setattr(Layout, "check", lambda self: None)
-        replace.setattr(
-            ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
-        )
-        replace.enter_context(torch.no_grad())
-        replace.enter_context(fake_cuda())
-        yield
 
 
 def forwards(

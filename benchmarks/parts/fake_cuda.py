@@ -7,13 +7,18 @@ indices, which comes from memory that is not pinned) raises on them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+
+import epoch_moe.patching.refuse
+from epoch_moe.experts.layouts import Layout
+from epoch_moe.experts.weights import ExpertWeights
 
 
 class _Indexing(TorchFunctionMode):
@@ -90,4 +95,27 @@ def _set(x: Tensor, index: Any, value: Any) -> None:
 def fake_cuda() -> Iterator[None]:
     """Within it, tensors are fake, and made on CUDA unless another device is named."""
     with FakeTensorMode(), _Indexing(), torch.device("cuda"):
+        yield
+
+
+class Replacements(ExitStack):
+    """Attributes replaced until the end of a ``with`` block."""
+
+    def setattr(self, target: object, name: str, value: object) -> None:
+        """Replace one."""
+        self.enter_context(mock.patch.object(target, name, value))
+
+
+@contextmanager
+def fake_device() -> Iterator[None]:
+    """Models made and run within it are on a GPU that is not there."""
+    with Replacements() as replace:
+        # Fake parameters have no memory to compare or to move, and are no plain parameters.
+        replace.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
+        replace.setattr(Layout, "check", lambda self: None)
+        replace.setattr(
+            ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
+        )
+        replace.enter_context(torch.no_grad())
+        replace.enter_context(fake_cuda())
         yield

@@ -58,7 +58,7 @@ class EpochConfig:
         recompile: when a support is compiled anew within a block: ``"shortfall"``, in the forward after one in which
             it fell below the floor; ``"refresh"``, in every forward that recomputes all rows.
         refresh_interval: every M-th forward of a block recomputes all of its rows (LSP); 1 = every forward, None =
-            only the cold pass. With `drift` an upper bound on the age of what is reused.
+            only the cold pass. With `drift` an upper bound on the age of what is reused within a block.
         drift: a decoded row is recomputed in a layer where its input has moved since its cached output was computed:
             where the cosine between the two inputs is not above this. Each layer decides for itself. 1.0 = always.
             None = by `refresh_interval` alone.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from helpers import GOLDEN
-from parts.fake_cuda import fake_cuda
+from parts.fake_cuda import fake_device
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import epoch_moe
-import epoch_moe.patching.refuse
 import epoch_moe.plan.forward
 import epoch_moe.plan.support
 from epoch_moe.config import EpochConfig
-from epoch_moe.experts.layouts import Layout
-from epoch_moe.experts.weights import ExpertWeights
 from epoch_moe.models.llada2 import LLaDA2MoeConfig, LLaDA2MoeModelLM
 from epoch_moe.plan.context import BlockPlanContext
 
@@ -31,16 +26,7 @@ CONFIGS = [
 
 def iterations(config: EpochConfig, forwards: int = 3, capacity: int | None = None) -> None:
     """The first forwards of two blocks on a fake GPU, also with padding, leads and a bucket."""
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        # Fake parameters have no memory to compare or to move, and are no plain parameters.
-        patch.setattr(epoch_moe.patching.refuse, "refusal", lambda *args: "")
-        patch.setattr(Layout, "check", lambda self: None)
-        patch.setattr(
-            ExpertWeights, "_gather", lambda self, params, shape, places: torch.empty(shape, dtype=params[0].dtype)
-        )
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(fake_cuda())
+    with fake_device():
         model = LLaDA2MoeModelLM(LLaDA2MoeConfig.from_pretrained(GOLDEN / "llada2")).eval()
         assert next(model.parameters()).device.type == "cuda"
         epoch_moe.patch(model, config)

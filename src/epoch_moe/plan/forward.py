@@ -157,11 +157,14 @@ class ForwardPlan:
         supports = [layer.support for layer in self.plan.layers]
         rebuilds = self.config.recompile == "shortfall"
         watched = [(support, support.short_G) for support in supports if rebuilds and support.short_G is not None]
-        read = only(self.masks, self.classes.live_T)
-        counts, short = count_rows(read), [short_G.to(self.ids_BS.device) for _, short_G in watched]
-        rows, flags = list_rows(self.masks, self.places, counts, *short)
-        last = rows_of_counts(read, self.places, flags[: len(counts)]) if self.plan.only_live else rows
-        flags = flags[len(counts) :]
+        asked, last_masks = [short_G.to(self.ids_BS.device) for _, short_G in watched], None
+        if self.plan.only_live:
+            last_masks = only(self.masks, self.classes.live_T)
+            asked.append(count_rows(last_masks))
+        rows, flags = list_rows(self.masks, self.places, *asked)
+        last = rows
+        if last_masks is not None:
+            last = rows_of_counts(last_masks, self.places, flags[sum(short_G.numel() for _, short_G in watched) :])
         for support in supports:
             support.rebuild_G = support.short_G = None
         for support, short_G in watched:
